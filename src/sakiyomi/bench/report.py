@@ -1,0 +1,239 @@
+"""A benchmark's result for the screen, for a README and as JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from sakiyomi.bench.runner import PLAIN, BenchResult, Summary
+from sakiyomi.interfaces import Exactness
+from sakiyomi.stats import Spread
+
+Facts = Mapping[str, str | int]
+
+# A loss is as loud as a win, and the word says it where there is no colour.
+_STYLES = {"faster": "bold green", "slower": "bold red", "unclear": "bold yellow"}
+
+
+def machine_facts(
+    *, model: str, dtype: str, exactness: Exactness, device: str = "cpu"
+) -> dict[str, str | int]:
+    """Return what a reader needs to judge the figures: machine, versions, model, exactness and date (UTC)."""
+    try:
+        own_version = version("sakiyomi")
+    except PackageNotFoundError:  # a checkout that is not installed
+        own_version = "unknown"
+    facts: dict[str, str | int] = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "model": model,
+        "dtype": dtype,
+        "exactness": exactness,
+        "device": device,
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count() or 0,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "sakiyomi": own_version,
+    }
+    if device.startswith("cuda"):
+        facts["gpu"] = torch.cuda.get_device_name(device)
+    return facts
+
+
+def render(result: BenchResult, facts: Facts | None = None) -> Group:
+    """Return what ``rich.print`` shows: one table with a group of rows per category, then what to note."""
+    table = Table(title=_headline(result), title_justify="left", title_style="", padding=(0, 1, 0, 0))
+    table.add_column("case", no_wrap=True, min_width=14)
+    table.add_column("speed-up\n(spread)", justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for header in (
+        "TPOT\nms",
+        "TTFT\nms",
+        "total\ntime",
+        "tokens\n/call",
+        "accep-\ntance",
+        "draft-\ned",
+        "over-\nhead",
+        "iden-\ntical",
+    ):
+        table.add_column(header, justify="right", no_wrap=True)
+    for category, summaries in _groups(result):
+        table.add_section()
+        table.add_row(Text(f"{category} ({summaries[0].prompts})", style="bold"))
+        for each in summaries:
+            table.add_row(*_row(each))
+    parts: list[Table | Text] = [table] if result.summaries else [Text(_headline(result))]
+    parts.extend(Text(note, style="bold red" if loud else "") for loud, note in _notes(result, facts))
+    return Group(*parts)
+
+
+def markdown(result: BenchResult, facts: Facts | None = None) -> str:
+    """Return a Markdown table and its notes, for a README."""
+    lines = [
+        "| category | case | speed-up (spread) | verdict | TPOT ms | tokens per target call "
+        "| acceptance rate | overhead | identical |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for category, summaries in _groups(result):
+        for each in summaries:
+            cells = (
+                category,
+                each.case,
+                "1.00" if each.case == PLAIN else _spread(each.speedup),
+                "" if each.case == PLAIN else each.verdict,
+                _number(each.tpot_s and each.tpot_s.median * 1000, 1),
+                _number(each.tokens_per_target_call, 2),
+                _percent(each.acceptance_rate),
+                _percent(each.overhead),
+                f"{each.identical}/{each.compared}",
+            )
+            lines.append("| " + " | ".join(_escape(cell) for cell in cells) + " |")
+    notes = [_headline(result), *(note for _, note in _notes(result, facts))]
+    return "\n".join(lines) + "\n\n" + "\n".join(f"- {_escape(note)}" for note in notes) + "\n"
+
+
+def as_dict(result: BenchResult, facts: Facts | None = None) -> dict[str, object]:
+    """Return the result ready for JSON: settings, summaries, differences and the metrics of every generation."""
+    params = asdict(result.params)
+    params["processors"] = len(result.params.processors)  # functions have no JSON
+    return {
+        "machine": dict(facts or {}),
+        "params": params,
+        "repeats": result.repeats,
+        "seed": result.seed,
+        "partial": result.partial,
+        "candidates": [asdict(each) for each in result.candidates],
+        "summaries": [{**asdict(each), "verdict": each.verdict} for each in result.summaries],
+        "differences": [asdict(each) for each in result.differences],
+        "skipped": [asdict(each) for each in result.skipped],
+        "measurements": [
+            {
+                "prompt_id": each.prompt_id,
+                "category": each.category,
+                "case": each.case,
+                "repeat": each.repeat,
+                **each.stats.as_dict(),
+            }
+            for each in result.measurements
+        ],
+    }
+
+
+def _groups(result: BenchResult) -> Iterator[tuple[str, list[Summary]]]:
+    """Yield each category and its summaries; where there is only one category, all prompts say it twice."""
+    categories = dict.fromkeys(each.category for each in result.summaries)
+    for category in categories:
+        if category is None or len(categories) > 2:
+            name = "all prompts" if category is None else category
+            yield name, [each for each in result.summaries if each.category == category]
+
+
+def _row(summary: Summary) -> list[Text]:
+    plain = summary.case == PLAIN
+    style = "" if plain else _STYLES[summary.verdict]
+    return [
+        Text(summary.case),
+        Text("1.00" if plain else _spread(summary.speedup), style=style),
+        Text("" if plain else summary.verdict, style=style),
+        Text(_number(summary.tpot_s and summary.tpot_s.median * 1000, 1)),
+        Text(_number(summary.ttft_s and summary.ttft_s.median * 1000, 0)),
+        Text(_number(summary.total_time_ratio, 2)),
+        Text(_number(summary.tokens_per_target_call, 2)),
+        Text(_percent(summary.acceptance_rate)),
+        Text(_number(summary.mean_drafted, 1)),
+        Text(_percent(summary.overhead)),
+        Text(
+            f"{summary.identical}/{summary.compared}",
+            style="bold red" if summary.identical < summary.compared else "",
+        ),
+    ]
+
+
+def _headline(result: BenchResult) -> str:
+    prompts = len({each.prompt_id for each in result.measurements})
+    return (
+        f"{prompts} prompts, {result.repeats} {'repeat' if result.repeats == 1 else 'repeats'}, "
+        f"at most {result.params.max_new_tokens} new tokens, temperature {result.params.temperature:g}"
+    )
+
+
+def _notes(result: BenchResult, facts: Facts | None) -> Iterator[tuple[bool, str]]:
+    """Yield notes in reading order, and whether each is bad news."""
+    if result.partial:
+        measured = any(each.category is None for each in result.summaries)
+        rest = (
+            "only prompts that every case answered are in the table" if measured else "nothing to compare yet"
+        )
+        yield True, f"PARTIAL: the run was interrupted; {rest}."
+    for skipped in result.skipped:
+        yield True, f"SKIPPED: prompt {skipped.prompt_id}: {skipped.reason}"
+    for each in result.differences:
+        tokens = " and ".join(
+            f"{name} {'ended' if token is None else f'has {token}'}"
+            for name, token in (("plain", each.plain_token), ("this", each.token))
+        )
+        yield (
+            True,
+            f"DIFFERENT: {each.case}, prompt {each.prompt_id}, repeat {each.repeat + 1}: "
+            f"first at token {each.position}, where {tokens}.",
+        )
+    compared = sum(each.compared for each in result.summaries if each.category is None and each.case != PLAIN)
+    if compared and not result.differences:
+        yield (
+            False,
+            f"Same output: every candidate's tokens are identical to plain ({compared} of {compared}).",
+        )
+    if result.summaries:
+        yield (
+            False,
+            "Speed-up = plain TPOT / speculative TPOT: the median over paired prompts, and the quartiles "
+            "(fewer than 4 prompts: lowest and highest). Unclear: that spread includes 1. "
+            "Total time: plain / speculative.",
+        )
+    if facts:
+        yield False, ", ".join(f"{name}: {value}" for name, value in facts.items())
+
+
+def _spread(value: Spread | None) -> str:
+    return f"{value.median:.2f} ({value.low:.2f}-{value.high:.2f})" if value else "-"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _escape(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def _cpu_name() -> str:
+    """Return the processor's own name where the system tells it."""
+    try:
+        if platform.system() == "Darwin":
+            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+            return subprocess.run(
+                command, capture_output=True, text=True, check=True, timeout=5
+            ).stdout.strip()
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except (OSError, subprocess.SubprocessError):
+        pass  # the name is a courtesy
+    return platform.processor() or platform.machine()

@@ -1,0 +1,142 @@
+"""The seams of the engine: what flows between target, drafter and verification.
+
+Rows and positions. A *row* is one token that a forward pass computes. Rows of one call are numbered from 0
+in the order given; a row's *parent* is the row before it on its path, or -1 where it continues what the
+sequence already holds. In a chain, row i has the parent i - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+Exactness = Literal["bit-exact", "numerics"]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens proposed to follow what a sequence holds.
+
+    ``parents[i] < i`` is the index of the draft token before token i, -1 for a first token; None for a chain.
+    ``confidences`` are in (0, 1], one per token.
+    """
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] | None = None
+    confidences: tuple[float, ...] = ()
+    drafter: str = ""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One sequence's part of a target forward: rows to append, and the rows whose logits are wanted.
+
+    ``parents[i] < i`` is the row before row i, -1 for the end of the sequence; None for a chain.
+    Logits are computed for the last ``logit_rows`` rows.
+    """
+
+    sequence: TargetSequence
+    tokens: Sequence[int]
+    parents: Sequence[int] | None = None
+    logit_rows: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """What a target forward gives for one :class:`Work`.
+
+    ``logits``: [logit_rows, vocab_size] in the target's dtype. ``hidden``: one [rows, hidden_size] tensor per
+    requested layer, where layer 0 is the embedding and layer i the residual stream after i decoder layers.
+    """
+
+    logits: torch.Tensor
+    hidden: tuple[torch.Tensor, ...] = ()
+
+
+class TargetSequence(Protocol):
+    """The target's memory (K/V) of one sequence."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens held."""
+
+    def truncate(self, length: int) -> None:
+        """Forget every token from ``length`` on."""
+
+    def keep(self, length: int, rows: Sequence[int]) -> None:
+        """After a forward that began at ``length``: keep these of its rows (ascending), forget the others."""
+
+
+class Target(Protocol):
+    """The model whose text is wanted."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits per row."""
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens that a sequence can hold."""
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows per sequence that one forward should be given."""
+
+    @property
+    def exactness(self) -> Exactness:
+        """``bit-exact`` if a row's bits were found not to depend on the other rows of a forward."""
+
+    def new_sequence(self) -> TargetSequence:
+        """Return an empty sequence."""
+
+    def forward(self, work: Sequence[Work], *, hidden_layers: Sequence[int] = ()) -> list[TargetOutput]:
+        """Append the rows of every work to its sequence and compute them in one pass."""
+
+
+class DraftSession(Protocol):
+    """A drafter's state for one sequence."""
+
+    def propose(self, budget: int) -> Draft:
+        """Propose at most ``budget`` tokens to follow those observed; an empty draft where there is no guess."""
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Take note of tokens that the sequence gained for good."""
+
+
+class Drafter(Protocol):
+    """Proposes what comes next. One instance serves many sequences, each with a session of its own."""
+
+    @property
+    def name(self) -> str:
+        """The name in options, records and output."""
+
+    def session(self, prompt: Sequence[int]) -> DraftSession:
+        """Begin a sequence with these token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """What one round did for one sequence. Times are seconds of wall clock, shared by the sequences of the round.
+
+    ``drafted`` tokens were checked, ``accepted`` of them stood (along one path), ``emitted`` tokens became
+    output (fewer than accepted + 1 where a stop cut the round). ``rows`` is the number of rows in the target's
+    forward for this sequence, ``context`` the tokens it held before. ``depth`` is the longest drafted path.
+    """
+
+    drafter: str
+    drafted: int
+    depth: int
+    accepted: int
+    emitted: int
+    rows: int
+    context: int
+    draft_s: float
+    target_s: float
+    verify_s: float
+    total_s: float

@@ -1,0 +1,157 @@
+"""The object that users hold: a target with its tokenizer and a default drafter."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from sakiyomi import drafters, models
+from sakiyomi.engine import Chunk, Engine, FinishReason
+from sakiyomi.errors import OptionError, PromptError
+from sakiyomi.interfaces import Drafter, Exactness, Target
+from sakiyomi.sampling import SamplingParams
+from sakiyomi.stats import Stats
+from sakiyomi.targets.linear import native_bf16
+from sakiyomi.targets.native import DecoderConfig, NativeTarget
+from sakiyomi.text import Message, Tokenizer
+
+Prompt = str | Sequence[int] | Sequence[Message]
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+NUM_SPECULATIVE_TOKENS = 5
+_DEFAULT: Literal["default"] = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished output. ``text`` ends before a stop string; ``token_ids`` include the token that ended it."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt_token_ids: tuple[int, ...]
+    exactness: Exactness
+    stats: Stats
+
+
+def load(
+    model: str | os.PathLike[str],
+    *,
+    dtype: Literal["auto", "bf16", "fp32"] = "auto",
+    drafter: str | Drafter | None = "ngram",
+    num_speculative_tokens: int = NUM_SPECULATIVE_TOKENS,
+    context_length: int | None = None,
+    progress: bool = True,
+) -> LLM:
+    """Load a model: a known name, a folder in Hugging Face layout, a hub id, or a .gguf file.
+
+    ``dtype="auto"`` is bf16 where the processor multiplies it natively, else fp32. ``context_length`` lowers the
+    model's own. ``progress`` shows a bar on standard error while something is fetched or converted.
+    Raises ModelError or OptionError.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise OptionError(f"dtype={dtype!r}: must be one of auto, {', '.join(DTYPES)}")
+    torch_dtype = DTYPES[("bf16" if native_bf16() else "fp32") if dtype == "auto" else dtype]
+    drafters.resolve(drafter)  # a wrong name should not cost the time of loading
+    folder = models.resolve(model, progress=progress)
+    config = DecoderConfig.from_huggingface(models.read_config(folder))
+    if context_length is not None and not 2 <= context_length <= config.context_length:
+        raise OptionError(f"context_length={context_length}: must be in 2..{config.context_length} for this model")
+    tokenizer = Tokenizer.from_folder(folder)
+    target = NativeTarget(config, models.open_weights(folder), torch_dtype, context_length)
+    return LLM(target, tokenizer, drafter=drafter, num_speculative_tokens=num_speculative_tokens)
+
+
+class LLM:
+    """A target that answers prompts, reading ahead with a drafter.
+
+    ``drafter`` and ``num_speculative_tokens`` are defaults that each call may override. They change speed only:
+    the tokens are those of plain decoding, always. Not to be called from several threads at once.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        tokenizer: Tokenizer,
+        *,
+        drafter: str | Drafter | None = "ngram",
+        num_speculative_tokens: int = NUM_SPECULATIVE_TOKENS,
+    ) -> None:
+        if num_speculative_tokens < 0:
+            raise OptionError(f"num_speculative_tokens={num_speculative_tokens}: must be 0 (plain decoding) or more")
+        self.target = target
+        self.tokenizer = tokenizer
+        self.engine = Engine(target, tokenizer)
+        self.drafter = drafters.resolve(drafter)
+        self.num_speculative_tokens = num_speculative_tokens
+
+    @property
+    def exactness(self) -> Exactness:
+        """``bit-exact``, or ``numerics``: lossless up to ties in floating point."""
+        return self.target.exactness
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt: text, chat messages, or ids as they are. Raises PromptError."""
+        if isinstance(prompt, str):
+            if not prompt:
+                raise PromptError("prompt: is empty; give at least one character")
+            return self.tokenizer.encode(prompt)
+        if prompt and all(isinstance(token, int) for token in prompt):
+            return list(prompt)  # type: ignore[arg-type]
+        return self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        drafter: str | Drafter | None = _DEFAULT,
+        num_speculative_tokens: int | None = None,
+    ) -> Iterator[Chunk]:
+        """Yield the answer round by round. Closing the iterator cancels it.
+
+        Raises PromptError or OptionError at once where the request can't be run.
+        """
+        return self._run(self.encode(prompt), params, drafter, num_speculative_tokens)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        drafter: str | Drafter | None = _DEFAULT,
+        num_speculative_tokens: int | None = None,
+    ) -> Generation:
+        """Return the whole answer with its statistics. Raises PromptError or OptionError."""
+        began = time.perf_counter()
+        ids = self.encode(prompt)
+        chunks: list[Chunk] = []
+        first = 0.0
+        for chunk in self._run(ids, params, drafter, num_speculative_tokens):
+            chunks.append(chunk)
+            first = first or time.perf_counter() - began
+        finish_reason = chunks[-1].finish_reason
+        assert finish_reason is not None
+        return Generation(
+            text="".join(chunk.text for chunk in chunks),
+            token_ids=tuple(token.id for chunk in chunks for token in chunk.tokens),
+            finish_reason=finish_reason,
+            prompt_token_ids=tuple(ids),
+            exactness=self.exactness,
+            stats=Stats(tuple(chunk.record for chunk in chunks), first, time.perf_counter() - began),
+        )
+
+    def _run(
+        self,
+        ids: list[int],
+        params: SamplingParams | None,
+        drafter: str | Drafter | None,
+        num_speculative_tokens: int | None,
+    ) -> Iterator[Chunk]:
+        chosen = self.drafter if drafter == _DEFAULT else drafters.resolve(drafter)
+        k = self.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
+        return self.engine.run(self.engine.request(ids, params or SamplingParams(), chosen, k))

@@ -1,0 +1,251 @@
+"""From logits to a token: parameters, processors, and noise that is keyed by position.
+
+The target draws its own token at every position: the largest of log-probability plus Gumbel noise, where the noise is a
+pure function of (seed, position, token). So the text is decided by the target, the prompt, the parameters and the seed,
+whatever was drafted and however positions were grouped into forwards. Greedy is the case without noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sakiyomi.errors import OptionError
+
+Row = npt.NDArray[np.float32]  # the logits of one position: [vocab_size]
+LogitsProcessor = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the target chooses its tokens, and when it stops.
+
+    The order is: penalties, ``logit_bias``, ``min_new_tokens``, ``processors``, then temperature, ``top_k``, ``top_p``,
+    ``min_p``. ``temperature=0`` is greedy. ``processors`` are called as ``f(ids, logits) -> logits`` with the ids so
+    far (prompt included) and a float32 [vocab_size] tensor. Raises OptionError for values that can't work.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+    processors: tuple[LogitsProcessor, ...] = ()
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, want: str) -> None:
+            if not ok:
+                raise OptionError(f"{name}={getattr(self, name)!r}: must be {want}")
+
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids", "processors"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        check(self.max_new_tokens >= 1, "max_new_tokens", "at least 1")
+        check(0 <= self.temperature < math.inf, "temperature", "0 (greedy) or a positive number")
+        check(self.top_k is None or self.top_k >= 1, "top_k", "at least 1, or None for no limit")
+        check(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (1 = no limit; for greedy use temperature=0)")
+        check(0 <= self.min_p <= 1, "min_p", "between 0 and 1")
+        check(0 < self.repetition_penalty < math.inf, "repetition_penalty", "a positive number (1 = none)")
+        check(math.isfinite(self.presence_penalty), "presence_penalty", "a finite number")
+        check(math.isfinite(self.frequency_penalty), "frequency_penalty", "a finite number")
+        check(0 <= self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", "between 0 and max_new_tokens")
+        check(all(self.stop), "stop", "non-empty strings")
+        check(0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1")
+
+
+_GUMBEL_MAX = -math.log(-math.log1p(-(2.0**-33)))  # no noise is larger: uniforms are (h + 1/2) / 2^32, h < 2^32
+
+
+def _mix64(x: int) -> int:
+    """Return 64 well-mixed bits of a 64-bit number (the finaliser of SplitMix64, Steele et al. 2014)."""
+    x = (x + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return x ^ (x >> 31)
+
+
+def gumbel_noise(seed: int, position: int, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
+    """Return standard Gumbel noise for tokens at a position: a pure function of (seed, position, token).
+
+    Adding it to log-probabilities and taking the maximum draws from them (Gumbel 1954).
+    """
+    return _gumbel(_hash(seed, position, tokens))
+
+
+def _hash(seed: int, position: int, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.uint32]:
+    """Return 32 bits per token: a mixer (after MurmurHash3's) with two keys from (seed, position) fed in between."""
+    key = _mix64(_mix64(seed) ^ position)
+    h = tokens.astype(np.uint32)
+    h *= np.uint32(0x9E3779B1)
+    h += np.uint32(key & 0xFFFFFFFF)
+    h ^= h >> np.uint32(16)
+    h *= np.uint32(0x85EBCA6B)
+    h ^= h >> np.uint32(13)
+    h += np.uint32(key >> 32)
+    h *= np.uint32(0xC2B2AE35)
+    h ^= h >> np.uint32(15)
+    h *= np.uint32(0x2C1B3C6D)
+    h ^= h >> np.uint32(16)
+    return h
+
+
+def _gumbel(h: npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:
+    noise: npt.NDArray[np.float64] = -np.log(-np.log((h.astype(np.float64) + 0.5) * 2.0**-32))
+    return noise
+
+
+def candidates(logits: Row, params: SamplingParams) -> tuple[npt.NDArray[np.int64] | None, Row]:
+    """Return the token ids that temperature, top_k, top_p and min_p leave (ascending; None: all) and their logits.
+
+    Each limit keeps every token that ties with the last one inside, so that the result doesn't depend on an order.
+    """
+    z = logits * np.float32(1.0 / params.temperature)
+    top = z.max()
+    threshold = -np.inf
+    if params.top_k is not None and params.top_k < z.size:
+        threshold = torch.from_numpy(z).topk(params.top_k).values[-1].item()
+    if params.top_p < 1:
+        threshold = max(threshold, _nucleus_threshold(z, top, threshold, params.top_p))
+    if params.min_p > 0:
+        threshold = max(threshold, float(top) + math.log(params.min_p))
+    if threshold == -np.inf:
+        return None, z
+    ids = np.flatnonzero(z >= threshold)
+    return ids, z[ids]
+
+
+def _nucleus_threshold(z: Row, top: np.float32, threshold: float, top_p: float) -> float:
+    """Return the lowest logit of the smallest set of likeliest tokens whose probability reaches ``top_p``."""
+    weights = np.exp(z - top)
+    if threshold > -np.inf:
+        weights[z < threshold] = 0
+    mass = top_p * float(weights.sum(dtype=np.float64))
+    bound = 2.0**-8  # sort only the likely tokens; go on to less likely ones while they hold too little
+    while True:
+        likely = np.sort(weights[weights > bound])[::-1]
+        reached = np.cumsum(likely, dtype=np.float64)
+        if reached.size and reached[-1] >= mass:
+            last = likely[np.searchsorted(reached, mass)]
+            return float(z[weights >= last].min())
+        if bound == 0:  # only by rounding: the whole set is needed
+            return float(z[weights > 0].min())
+        bound = bound * 2.0**-8 if bound > 2.0**-64 else 0.0
+
+
+class Chooser:
+    """The target's own choice of token after token for one sequence, given its logits.
+
+    The state is what the choices so far say about the next: the ids, and counts of them where penalties need them.
+    ``prompt``: ids before the first choice. ``stop_ids``: what ``min_new_tokens`` holds back.
+    """
+
+    def __init__(self, params: SamplingParams, prompt: Sequence[int], vocab_size: int, stop_ids: Iterable[int]) -> None:
+        self._params = params
+        self._ids = list(prompt)
+        self._prompt_length = len(prompt)
+        self._stop_ids = list(stop_ids)
+        self._bias_ids = np.fromiter(params.logit_bias.keys(), np.int64)
+        self._bias = np.fromiter(params.logit_bias.values(), np.float32)
+        if self._bias_ids.size and not 0 <= self._bias_ids.min() <= self._bias_ids.max() < vocab_size:
+            raise OptionError(f"logit_bias={dict(params.logit_bias)!r}: token ids must be in 0..{vocab_size - 1}")
+        self._penalised = (
+            params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        )
+        if self._penalised:
+            self._seen = np.zeros(vocab_size, dtype=bool)
+            self._seen[self._ids] = True
+            self._counts = np.zeros(vocab_size, dtype=np.float32)
+        self.greedy = (
+            params.temperature == 0
+            and not self._penalised
+            and not params.logit_bias
+            and not params.processors
+            and params.min_new_tokens == 0
+        )
+
+    def choose(self, logits: Row) -> int:
+        """Return the token that follows, for float32 [vocab_size] logits, and take it as chosen.
+
+        Raises OptionError when the processors leave no token possible.
+        """
+        params = self._params
+        logits = self._processed(logits)
+        if params.temperature == 0:
+            token = int(logits.argmax())
+            best = logits[token]
+        else:
+            ids, z = candidates(logits, params)
+            index, best = draw(z, ids, params.seed, len(self._ids))
+            token = index if ids is None else int(ids[index])
+        if not best > -np.inf:
+            raise OptionError("processors and logit_bias leave no token possible")
+        self.take(token)
+        return token
+
+    def take(self, token: int) -> None:
+        """Take note of a token that was chosen."""
+        self._ids.append(token)
+        if self._penalised:
+            self._seen[token] = True
+            self._counts[token] += 1
+
+    def _processed(self, logits: Row) -> Row:
+        params = self._params
+        generated = len(self._ids) - self._prompt_length
+        if self.greedy:
+            return logits
+        if self._penalised or self._bias_ids.size or generated < params.min_new_tokens:
+            logits = logits.copy()
+        if self._penalised:
+            seen = logits[self._seen]
+            logits[self._seen] = np.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+            logits -= self._counts * np.float32(params.frequency_penalty)
+            logits -= (self._counts > 0) * np.float32(params.presence_penalty)
+        if self._bias_ids.size:
+            logits[self._bias_ids] += self._bias
+        if generated < params.min_new_tokens:
+            logits[self._stop_ids] = -np.inf
+        for processor in params.processors:
+            logits = processor(self._ids, torch.from_numpy(logits)).float().numpy()
+        return logits
+
+
+def draw(z: Row, ids: npt.NDArray[np.int64] | None, seed: int, position: int) -> tuple[int, float]:
+    """Return the index of the largest ``z + noise`` and that sum; the lowest index where several tie.
+
+    ``z``: float32 logits of the tokens ``ids`` (None: of 0, 1, 2, ...). Logarithms are taken only for tokens that can
+    win: those near the top, then of the others those whose hash is large enough to beat the best of them.
+    """
+
+    def best_of(indices: npt.NDArray[np.int64], h: npt.NDArray[np.uint32]) -> tuple[float, int]:
+        sums = z[indices] + _gumbel(h)
+        winner = int(sums.argmax())
+        return float(sums[winner]), int(indices[winner])
+
+    border = z.max() - np.float32(4)
+    near = np.flatnonzero(z >= border)
+    best, index = best_of(near, _hash(seed, position, near if ids is None else ids[near]))
+    others = np.flatnonzero((z >= best - _GUMBEL_MAX) & (z < border))
+    if others.size:
+        h = _hash(seed, position, others if ids is None else ids[others])
+        able = h >= 2.0**32 * math.exp(-math.exp(float(border) - best)) - 1
+        if able.any():
+            rival, rival_index = best_of(others[able], h[able])
+            if rival > best or (rival == best and rival_index < index):
+                best, index = rival, rival_index
+    return index, best

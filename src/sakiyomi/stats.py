@@ -1,0 +1,232 @@
+"""Round records and times -> metrics: the one place for every formula.
+
+What a metric can't say (nothing was drafted, no token came after the first chunk) is None, never zero.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sakiyomi.interfaces import RoundRecord
+
+
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    """Return the quotient, or None where either part is unknown or the denominator is zero."""
+    if numerator is None or not denominator:
+        return None
+    return numerator / denominator
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What one request did, or several merged into one. Times are seconds of wall clock.
+
+    ``ttft_s`` runs from the start of the request to its first chunk: the tokens of the first round that emitted
+    any, prefill included. ``total_s`` runs to the last token. Of merged requests, both are means per request.
+    ``starts`` holds the index of every request's first record; leave it alone unless you merge.
+
+    A round that a stop cut short emits fewer tokens than were accepted. ``accepted`` still counts every token
+    that verification let stand, ``tokens`` only those that became output: the acceptance rate describes the
+    drafter, tokens per target call describes what came out.
+    """
+
+    records: tuple[RoundRecord, ...]
+    ttft_s: float
+    total_s: float
+    starts: tuple[int, ...] = (0,)
+
+    @classmethod
+    def merge(cls, many: Iterable[Stats]) -> Stats:
+        """Pool requests that ran one after another, so that each ratio is a ratio of sums.
+
+        Not for requests that shared rounds: their times would be counted once for each. Raises ValueError if
+        there are none.
+        """
+        parts = tuple(many)
+        requests = sum(part.requests for part in parts)
+        if not requests:
+            raise ValueError("no stats to merge: needs at least one request")
+        records: list[RoundRecord] = []
+        starts: list[int] = []
+        for part in parts:
+            starts.extend(len(records) + start for start in part.starts)
+            records.extend(part.records)
+        return cls(
+            records=tuple(records),
+            ttft_s=sum(part.ttft_s * part.requests for part in parts) / requests,
+            total_s=sum(part.total_s * part.requests for part in parts) / requests,
+            starts=tuple(starts),
+        )
+
+    @property
+    def requests(self) -> int:
+        """Number of requests."""
+        return len(self.starts)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that became output."""
+        return sum(record.emitted for record in self.records)
+
+    @property
+    def target_calls(self) -> int:
+        """Target calls: one for every round."""
+        return len(self.records)
+
+    @property
+    def drafted(self) -> int:
+        """Draft tokens that were checked; of a tree, those of every branch."""
+        return sum(record.drafted for record in self.records)
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens that verification let stand."""
+        return sum(record.accepted for record in self.records)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted / drafted. A tree drafts more than one path can accept, so that its rate stays below 1."""
+        return ratio(self.accepted, self.drafted)
+
+    @property
+    def per_position_acceptance(self) -> tuple[float, ...]:
+        """Accepted at i / reached i, for i = 1, 2, ... up to the deepest position that was ever reached.
+
+        A round reaches i if its longest drafted path has i tokens or more and the i - 1 before were accepted.
+        """
+        acceptance = []
+        for i in range(1, max((record.depth for record in self.records), default=0) + 1):
+            reached = sum(record.depth >= i and record.accepted >= i - 1 for record in self.records)
+            if not reached:
+                break
+            acceptance.append(sum(record.accepted >= i for record in self.records) / reached)
+        return tuple(acceptance)
+
+    @property
+    def tokens_per_target_call(self) -> float | None:
+        """Emitted / target calls, the target token included: plain decoding is 1.00."""
+        return ratio(self.tokens, self.target_calls)
+
+    @property
+    def mean_drafted(self) -> float | None:
+        """Draft tokens per round, rounds without a draft included."""
+        return ratio(self.drafted, len(self.records))
+
+    @property
+    def rounds_without_draft(self) -> float | None:
+        """Share of rounds that checked no draft token."""
+        return ratio(sum(record.drafted == 0 for record in self.records), len(self.records))
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds after the first chunk, summed over the requests."""
+        return (self.total_s - self.ttft_s) * self.requests
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens after the first chunk, summed over the requests."""
+        first = 0
+        for start, end in zip(self.starts, (*self.starts[1:], len(self.records)), strict=True):
+            first += next((record.emitted for record in self.records[start:end] if record.emitted), 0)
+        return self.tokens - first
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token (TPOT): seconds after the first chunk / tokens after it; None without any."""
+        return ratio(self.decode_s, self.decode_tokens)
+
+    @property
+    def rounds_s(self) -> float:
+        """Seconds in rounds."""
+        return sum(record.total_s for record in self.records)
+
+    @property
+    def draft_s(self) -> float:
+        """Seconds in the drafter."""
+        return sum(record.draft_s for record in self.records)
+
+    @property
+    def target_s(self) -> float:
+        """Seconds in the target's forward passes."""
+        return sum(record.target_s for record in self.records)
+
+    @property
+    def verify_s(self) -> float:
+        """Seconds in verification."""
+        return sum(record.verify_s for record in self.records)
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds of rounds that were neither draft, target nor verification."""
+        # Sums of floats that should cancel may leave a speck below zero.
+        return max(0.0, self.rounds_s - self.draft_s - self.target_s - self.verify_s)
+
+    @property
+    def time_split(self) -> dict[str, float | None]:
+        """Fractions of the rounds' time in draft, target, verify and rest."""
+        return {
+            "draft": ratio(self.draft_s, self.rounds_s),
+            "target": ratio(self.target_s, self.rounds_s),
+            "verify": ratio(self.verify_s, self.rounds_s),
+            "rest": ratio(self.rest_s, self.rounds_s),
+        }
+
+    @property
+    def overhead(self) -> float | None:
+        """Fraction of the rounds' time that went to neither the target nor the drafter."""
+        return ratio(self.verify_s + self.rest_s, self.rounds_s)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the metrics, ready for JSON; seconds where a name ends in ``_s``."""
+        return {
+            "requests": self.requests,
+            "tokens": self.tokens,
+            "target_calls": self.target_calls,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_rate": self.acceptance_rate,
+            "per_position_acceptance": list(self.per_position_acceptance),
+            "tokens_per_target_call": self.tokens_per_target_call,
+            "mean_drafted": self.mean_drafted,
+            "rounds_without_draft": self.rounds_without_draft,
+            "ttft_s": self.ttft_s,
+            "tpot_s": self.tpot_s,
+            "total_s": self.total_s,
+            "draft_s": self.draft_s,
+            "target_s": self.target_s,
+            "verify_s": self.verify_s,
+            "rest_s": self.rest_s,
+            "time_split": self.time_split,
+            "overhead": self.overhead,
+        }
+
+
+def speedup(plain: Stats, speculative: Stats) -> float | None:
+    """Plain TPOT / speculative TPOT: above 1 is faster; None where either is unknown."""
+    return ratio(plain.tpot_s, speculative.tpot_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The median of ``count`` values, and how far they lie apart.
+
+    ``low`` and ``high`` are the quartiles; of fewer than four values, the smallest and the largest.
+    """
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Return the median and spread of the values that are known, None if there are none."""
+    known = sorted(value for value in values if value is not None)
+    if not known:
+        return None
+    low, high = known[0], known[-1]
+    if len(known) >= 4:
+        low, _, high = statistics.quantiles(known, n=4, method="inclusive")
+    return Spread(statistics.median(known), low, high, len(known))

@@ -1,0 +1,1 @@
+"""Targets: the models whose text is wanted."""

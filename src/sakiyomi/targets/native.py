@@ -1,0 +1,377 @@
+"""The fast path: decoders of the Llama family, a few rows at a time, every row with bits of its own.
+
+A forward appends rows to sequences. What makes it exact, that is, makes a row's result independent of the rows
+beside it:
+
+- linears add in one order for every number of rows (:mod:`sakiyomi.targets.linear`);
+- attention is computed in tiles of one shape: four rows of a sequence, padded, against keys padded to blocks,
+  so that its kernels always meet the same problem;
+- everything else works on each row alone.
+
+Whether that holds on this machine is tested when a model is loaded (:attr:`NativeTarget.exactness`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from sakiyomi.errors import CorruptModelError, UnsupportedModelError
+from sakiyomi.interfaces import Exactness, TargetOutput, Work
+from sakiyomi.targets.cache import KeyValues
+from sakiyomi.targets.linear import MAX_ROWS, Linear, invariant_rows
+from sakiyomi.targets.rope import RopeTable, inverse_frequencies, rope_parameters
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+TILE = 4  # rows of a sequence that attention takes together
+KEY_BLOCK = 128  # keys are padded to a multiple of this
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """The dimensions and options of a decoder of the Llama family."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    context_length: int
+    intermediate_size: int
+    norm_eps: float
+    tied: bool
+    windows: tuple[int | None, ...]  # per layer: how many tokens back attention reaches, None for all
+    rope: Mapping[str, Any]
+
+    @classmethod
+    def from_huggingface(cls, config: Mapping[str, Any]) -> DecoderConfig:
+        """Read a config.json. Raises UnsupportedModelError for what the native target doesn't run."""
+        kind = config.get("model_type")
+        if kind not in ARCHITECTURES:
+            raise UnsupportedModelError(f"architecture {kind!r} is not supported: {', '.join(ARCHITECTURES)} are")
+        if config.get("hidden_act", "silu") != "silu":
+            raise UnsupportedModelError(f"activation {config['hidden_act']!r} is not supported: silu is")
+        try:
+            heads, hidden, layers = (
+                int(config[k]) for k in ("num_attention_heads", "hidden_size", "num_hidden_layers")
+            )
+            return cls(
+                architecture=kind,
+                vocab_size=int(config["vocab_size"]),
+                hidden_size=hidden,
+                layers=layers,
+                heads=heads,
+                kv_heads=int(config.get("num_key_value_heads") or heads),
+                head_dim=int(config.get("head_dim") or hidden // heads),
+                context_length=int(config["max_position_embeddings"]),
+                intermediate_size=int(config["intermediate_size"]),
+                norm_eps=float(config["rms_norm_eps"]),
+                tied=bool(config.get("tie_word_embeddings", False)),
+                windows=_windows(config, layers),
+                rope=rope_parameters(config),
+            )
+        except KeyError as error:
+            raise CorruptModelError(f"config.json of a {kind} model lacks {error.args[0]!r}") from None
+
+
+def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    window = config.get("sliding_window")
+    if window is None or not config.get("use_sliding_window", True):
+        return (None,) * layers
+    kinds = config.get("layer_types") or ["sliding_attention"] * layers
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: torch.Tensor
+    qkv: Linear
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    output: Linear
+    mlp_norm: torch.Tensor
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.output, self.gate, self.up, self.down
+
+
+class NativeTarget:
+    """A decoder of the Llama family on the CPU.
+
+    ``weights`` maps Hugging Face names to tensors; each is read once. ``context_length`` may lower the model's own.
+    Raises UnsupportedModelError or CorruptModelError where config and weights don't make a model.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        context_length: int | None = None,
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.context_length = context_length or config.context_length
+        with torch.inference_mode():
+            read = _Reader(weights, dtype)
+            self._embedding = read.table("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+            self._layers = [_read_layer(read, config, i) for i in range(config.layers)]
+            self._norm = read("model.norm.weight", config.hidden_size)
+            head = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
+            self._head = Linear(read(head, config.vocab_size, config.hidden_size))
+            frequencies, factor = inverse_frequencies(config.rope, config.head_dim, config.context_length)
+            if "rope_freqs.weight" in weights:  # GGUF files of Llama 3 hold their scaling as divisors
+                frequencies = frequencies / weights["rope_freqs.weight"].float()
+            self._rope = RopeTable(frequencies, factor, dtype)
+        linears = [linear for layer in self._layers for linear in layer.linears()] + [self._head]
+        with torch.inference_mode():
+            limit = invariant_rows(linears, dtype)
+            if limit:
+                for linear in linears:
+                    linear.row_limit = limit
+            self.exactness: Exactness = "bit-exact" if limit and self._rows_are_invariant() else "numerics"
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits per row."""
+        return self.config.vocab_size
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows per sequence that one forward should be given."""
+        return MAX_ROWS
+
+    def new_sequence(self) -> KeyValues:
+        """Return an empty sequence."""
+        return KeyValues(self.config.layers, self.config.kv_heads, self.config.head_dim, self.dtype)
+
+    @torch.inference_mode()
+    def forward(self, work: Sequence[Work], *, hidden_layers: Sequence[int] = ()) -> list[TargetOutput]:
+        """Append the rows of every work to its sequence and compute them in one pass.
+
+        See :class:`~sakiyomi.interfaces.TargetOutput` for what comes back. The linears run on all rows together,
+        attention on each sequence's own.
+        """
+        config, eps = self.config, self.config.norm_eps
+        parts = [_Part(w, config, self.dtype) for w in work]
+        rows = sum(part.rows for part in parts)
+        ids = [token for part in parts for token in part.tokens]
+        positions = [position for part in parts for position in part.positions]
+        if rows == 1:  # a second row keeps the linears on the kernels for several rows
+            ids, positions = ids * 2, positions * 2
+        cos, sin = self._rope.at(positions)
+        x = self._embedding.index_select(0, torch.tensor(ids)).to(self.dtype)
+        hidden = {0: x} if 0 in hidden_layers else {}
+        attended_size, rotated = config.heads * config.head_dim, config.heads + config.kv_heads
+        for i, layer in enumerate(self._layers):
+            qkv = layer.qkv(F.rms_norm(x, (config.hidden_size,), layer.attention_norm, eps))
+            qk = qkv[:, : rotated * config.head_dim].view(-1, rotated, 2, config.head_dim // 2)
+            if layer.query_norm is not None and layer.key_norm is not None:
+                qk = _norm_heads(qk, config, layer.query_norm, layer.key_norm)
+            qk = torch.addcmul(qk * cos, qk.flip(2), sin).view(-1, rotated, config.head_dim)
+            values = qkv[:, rotated * config.head_dim :].view(-1, config.kv_heads, config.head_dim)
+            attended, start = [], 0
+            for part in parts:
+                end = start + part.rows
+                attended.append(part.attend(i, qk[start:end], values[start:end]))
+                start = end
+            if len(parts) == 1:
+                merged = attended[0].view(-1, attended_size)[: x.shape[0]]
+            else:
+                merged = torch.cat([a[: p.rows] for a, p in zip(attended, parts, strict=True)]).view(-1, attended_size)
+            x = layer.output.plus(merged, x)
+            h = F.rms_norm(x, (config.hidden_size,), layer.mlp_norm, eps)
+            x = layer.down.plus(layer.up.times(h, layer.gate.silu(h)), x)
+            if i + 1 in hidden_layers:
+                hidden[i + 1] = x
+        for part in parts:
+            part.sequence.length += part.rows
+        return self._outputs(parts, x, [hidden[i] for i in hidden_layers])
+
+    def _outputs(self, parts: list[_Part], x: torch.Tensor, hidden: list[torch.Tensor]) -> list[TargetOutput]:
+        ends = [sum(part.rows for part in parts[: i + 1]) for i in range(len(parts))]
+        wanted = [r for part, end in zip(parts, ends, strict=True) for r in range(end - part.logit_rows, end)]
+        if wanted:
+            if len(wanted) < x.shape[0]:
+                x = x.index_select(0, torch.tensor(wanted))
+            logits = self._head(F.rms_norm(x, (self.config.hidden_size,), self._norm, self.config.norm_eps))
+        else:
+            logits = x.new_empty(0, self.vocab_size)
+        outputs, taken = [], 0
+        for part, end in zip(parts, ends, strict=True):
+            rows = slice(taken, taken + part.logit_rows)
+            outputs.append(TargetOutput(logits[rows], tuple(h[end - part.rows : end] for h in hidden)))
+            taken += part.logit_rows
+        return outputs
+
+    def _rows_are_invariant(self) -> bool:
+        """Compare a text computed in two calls with the same text computed in uneven pieces, bit for bit."""
+        generator = torch.Generator().manual_seed(0)
+        length = min(160, self.context_length)
+        ids = torch.randint(self.vocab_size, (length,), generator=generator).tolist()
+        first = length * 4 // 5
+        tail = length * 7 // 10
+
+        def run(sequence: KeyValues, tokens: list[int], logit_rows: int) -> torch.Tensor:
+            return self.forward([Work(sequence, tokens, None, logit_rows)])[0].logits
+
+        whole, pieces = self.new_sequence(), self.new_sequence()
+        expected = [run(whole, ids[:first], first - tail), run(whole, ids[first:], length - first)]
+        run(pieces, ids[:tail], 0)
+        found, sizes = [], _piece_sizes(length - tail)
+        for size in sizes:
+            found.append(run(pieces, ids[pieces.length : pieces.length + size], size))
+        return torch.equal(torch.cat(expected), torch.cat(found))
+
+
+def _piece_sizes(total: int) -> Iterator[int]:
+    sizes = [1, 2, 5, 1, 8, 3, 6, 9, 4, 7]
+    i = 0
+    while total > 0:
+        size = min(total, sizes[i % len(sizes)])
+        yield size
+        total -= size
+        i += 1
+
+
+def _norm_heads(
+    qk: torch.Tensor, config: DecoderConfig, query_norm: torch.Tensor, key_norm: torch.Tensor
+) -> torch.Tensor:
+    """Normalise each head of queries and keys (Qwen 3): [rows, heads + kv_heads, 2, head_dim / 2]."""
+    heads = qk.reshape(-1, config.heads + config.kv_heads, config.head_dim)
+    size = (config.head_dim,)
+    q = F.rms_norm(heads[:, : config.heads], size, query_norm, config.norm_eps)
+    k = F.rms_norm(heads[:, config.heads :], size, key_norm, config.norm_eps)
+    return torch.cat([q, k], 1).view(qk.shape)
+
+
+class _Part:
+    """One sequence's rows in a forward: their positions, their mask, and attention over their own keys."""
+
+    def __init__(self, work: Work, config: DecoderConfig, dtype: torch.dtype) -> None:
+        sequence = work.sequence
+        assert isinstance(sequence, KeyValues)
+        self.sequence, self.tokens, self.logit_rows = sequence, work.tokens, work.logit_rows
+        self.rows, self.start = len(work.tokens), sequence.length
+        sequence.reserve(self.start + self.rows)
+        self._kv_heads, self._groups, self._head_dim = config.kv_heads, config.heads // config.kv_heads, config.head_dim
+        self._tiles = -(-self.rows // TILE)
+        self._keys = -(-(self.start + self.rows) // KEY_BLOCK) * KEY_BLOCK
+        sees = _visible(self.rows, work.parents)
+        self.positions = (sees.sum(1) + (self.start - 1)).tolist()
+        masks = {window: self._mask(sees, window, dtype) for window in set(config.windows)}
+        self._masks = [masks[window] for window in config.windows]
+        self._queries = torch.zeros(
+            self._tiles, config.kv_heads, TILE, self._groups, config.head_dim, dtype=dtype
+        )
+
+    def _mask(self, sees: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return what is added to the scores: [tiles, 1, TILE * groups, keys], 0 or -inf."""
+        mask = torch.full((self._tiles * TILE, self._keys), -torch.inf, dtype=dtype)
+        mask[self.rows :] = 0  # rows that only fill the tile: anything finite will do
+        mask[: self.rows, : self.start] = 0
+        mask[: self.rows, self.start : self.start + self.rows].masked_fill_(sees, 0)
+        if window is not None:
+            depths = sees.sum(1) - 1
+            oldest = torch.tensor(self.positions)[:, None] - window
+            key_positions = torch.cat([torch.arange(self.start), depths + self.start])
+            mask[: self.rows, : self.start + self.rows].masked_fill_(key_positions[None] <= oldest, -torch.inf)
+        tiled = mask.view(self._tiles, 1, TILE, 1, self._keys)
+        return tiled.expand(-1, -1, -1, self._groups, -1).reshape(self._tiles, 1, TILE * self._groups, self._keys)
+
+    def attend(self, layer: int, qk: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Store keys and values ([rows, kv_heads, head_dim]) and attend: [rows padded to tiles, heads, head_dim].
+
+        ``qk``: [rows, heads + kv_heads, head_dim].
+        """
+        memory = self.sequence.layers[layer]
+        end = self.start + self.rows
+        heads = self._kv_heads * self._groups
+        memory[0, :, self.start : end] = qk[:, heads:].transpose(0, 1)
+        memory[1, :, self.start : end] = values.transpose(0, 1)
+        full = self.rows // TILE
+        rest = self.rows - full * TILE
+        shape = (self._kv_heads, self._groups, self._head_dim)
+        if full:
+            self._queries[:full] = qk[: full * TILE, :heads].reshape(full, TILE, *shape).transpose(1, 2)
+        if rest:
+            self._queries[full, :, :rest] = qk[full * TILE :, :heads].reshape(rest, *shape).transpose(0, 1)
+        keys = memory[:, None, :, : self._keys].expand(-1, self._tiles, -1, -1, -1)
+        attended = F.scaled_dot_product_attention(
+            self._queries.view(self._tiles, self._kv_heads, TILE * self._groups, self._head_dim),
+            keys[0],
+            keys[1],
+            attn_mask=self._masks[layer],
+        )
+        tiled = attended.view(self._tiles, self._kv_heads, TILE, *shape[1:]).transpose(1, 2)
+        return tiled.reshape(self._tiles * TILE, heads, self._head_dim)
+
+
+def _visible(rows: int, parents: Sequence[int] | None) -> torch.Tensor:
+    """Return bool [rows, rows]: row i sees row j, itself and its ancestors."""
+    if parents is None:
+        return torch.ones(rows, rows, dtype=torch.bool).tril_()
+    sees = torch.eye(rows, dtype=torch.bool)
+    for row, parent in enumerate(parents):
+        if parent >= 0:
+            sees[row] |= sees[parent]
+    return sees
+
+
+class _Reader:
+    """Reads weights by name and checks their shapes."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+        self._weights, self._dtype = weights, dtype
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._weights
+
+    def __call__(self, name: str, *shape: int) -> torch.Tensor:
+        """Return the tensor in the target's dtype."""
+        return self.table(name, *shape).to(self._dtype)
+
+    def table(self, name: str, *shape: int) -> torch.Tensor:
+        """Return the tensor as it is stored: only the rows that are used need ever be read."""
+        try:
+            tensor = self._weights[name]
+        except KeyError:
+            raise CorruptModelError(f"the weights lack {name!r}, which config.json calls for") from None
+        if tuple(tensor.shape) != shape:
+            raise CorruptModelError(f"{name!r} has shape {list(tensor.shape)}, config.json says {list(shape)}")
+        return tensor
+
+    def linear(self, names: Sequence[str], sizes: Sequence[int], in_features: int) -> Linear:
+        """Return one linear of several, stacked; biases where the model has them."""
+        weight = torch.cat([self(f"{name}.weight", size, in_features) for name, size in zip(names, sizes, strict=True)])
+        if f"{names[0]}.bias" not in self:
+            return Linear(weight)
+        return Linear(weight, torch.cat([self(f"{n}.bias", s) for n, s in zip(names, sizes, strict=True)]))
+
+
+def _read_layer(read: _Reader, config: DecoderConfig, index: int) -> _Layer:
+    prefix = f"model.layers.{index}."
+    attention, mlp = prefix + "self_attn.", prefix + "mlp."
+    hidden, q_size, kv_size = config.hidden_size, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    intermediate = config.intermediate_size
+    normed = f"{attention}q_norm.weight" in read
+    return _Layer(
+        attention_norm=read(prefix + "input_layernorm.weight", hidden),
+        qkv=read.linear([attention + n for n in ("q_proj", "k_proj", "v_proj")], [q_size, kv_size, kv_size], hidden),
+        query_norm=read(attention + "q_norm.weight", config.head_dim) if normed else None,
+        key_norm=read(attention + "k_norm.weight", config.head_dim) if normed else None,
+        output=read.linear([attention + "o_proj"], [hidden], q_size),
+        mlp_norm=read(prefix + "post_attention_layernorm.weight", hidden),
+        gate=read.linear([mlp + "gate_proj"], [intermediate], hidden),
+        up=read.linear([mlp + "up_proj"], [intermediate], hidden),
+        down=read.linear([mlp + "down_proj"], [hidden], intermediate),
+    )
