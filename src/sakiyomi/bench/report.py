@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,9 +26,7 @@ Facts = Mapping[str, str | int]
 _STYLES = {"faster": "bold green", "slower": "bold red", "unclear": "bold yellow"}
 
 
-def machine_facts(
-    *, model: str, dtype: str, exactness: Exactness, device: str = "cpu"
-) -> dict[str, str | int]:
+def machine_facts(*, model: str, dtype: str, exactness: Exactness, device: str = "cpu") -> dict[str, str | int]:
     """Return what a reader needs to judge the figures: machine, versions, model, exactness and date (UTC)."""
     try:
         own_version = version("sakiyomi")
@@ -94,7 +92,7 @@ def markdown(result: BenchResult, facts: Facts | None = None) -> str:
                 each.case,
                 "1.00" if each.case == PLAIN else _spread(each.speedup),
                 "" if each.case == PLAIN else each.verdict,
-                _number(each.tpot_s and each.tpot_s.median * 1000, 1),
+                _milliseconds(each.tpot_s, 1),
                 _number(each.tokens_per_target_call, 2),
                 _percent(each.acceptance_rate),
                 _percent(each.overhead),
@@ -106,8 +104,9 @@ def markdown(result: BenchResult, facts: Facts | None = None) -> str:
 
 
 def as_dict(result: BenchResult, facts: Facts | None = None) -> dict[str, object]:
-    """Return the result ready for JSON: settings, summaries, differences and the metrics of every generation."""
-    params = asdict(result.params)
+    """Return the result ready for JSON: settings, summaries, differences, and every generation's metrics."""
+    params = {field.name: getattr(result.params, field.name) for field in fields(result.params)}
+    params["logit_bias"] = dict(result.params.logit_bias)
     params["processors"] = len(result.params.processors)  # functions have no JSON
     return {
         "machine": dict(facts or {}),
@@ -148,8 +147,8 @@ def _row(summary: Summary) -> list[Text]:
         Text(summary.case),
         Text("1.00" if plain else _spread(summary.speedup), style=style),
         Text("" if plain else summary.verdict, style=style),
-        Text(_number(summary.tpot_s and summary.tpot_s.median * 1000, 1)),
-        Text(_number(summary.ttft_s and summary.ttft_s.median * 1000, 0)),
+        Text(_milliseconds(summary.tpot_s, 1)),
+        Text(_milliseconds(summary.ttft_s, 0)),
         Text(_number(summary.total_time_ratio, 2)),
         Text(_number(summary.tokens_per_target_call, 2)),
         Text(_percent(summary.acceptance_rate)),
@@ -174,9 +173,7 @@ def _notes(result: BenchResult, facts: Facts | None) -> Iterator[tuple[bool, str
     """Yield notes in reading order, and whether each is bad news."""
     if result.partial:
         measured = any(each.category is None for each in result.summaries)
-        rest = (
-            "only prompts that every case answered are in the table" if measured else "nothing to compare yet"
-        )
+        rest = "only prompts that every case answered are in the table" if measured else "nothing to compare yet"
         yield True, f"PARTIAL: the run was interrupted; {rest}."
     for skipped in result.skipped:
         yield True, f"SKIPPED: prompt {skipped.prompt_id}: {skipped.reason}"
@@ -215,6 +212,10 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def _milliseconds(seconds: Spread | None, digits: int) -> str:
+    return f"{seconds.median * 1000:.{digits}f}" if seconds else "-"
+
+
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
@@ -228,9 +229,7 @@ def _cpu_name() -> str:
     try:
         if platform.system() == "Darwin":
             command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-            return subprocess.run(
-                command, capture_output=True, text=True, check=True, timeout=5
-            ).stdout.strip()
+            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()

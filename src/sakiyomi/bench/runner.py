@@ -57,9 +57,7 @@ class Candidate:
 
     def __post_init__(self) -> None:
         if not self.drafter or self.drafter == PLAIN:
-            raise OptionError(
-                f"drafter={self.drafter!r}: must name a drafter; plain decoding is always measured"
-            )
+            raise OptionError(f"drafter={self.drafter!r}: must name a drafter; plain decoding is always measured")
         if self.num_speculative_tokens < 1:
             raise OptionError(f"num_speculative_tokens={self.num_speculative_tokens}: must be at least 1")
 
@@ -83,7 +81,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Output that is not the first plain output of its prompt. A token is None where that output had ended."""
+    """Output unlike the first plain output of its prompt. A token is None where that output had ended."""
 
     prompt_id: str
     case: str
@@ -105,9 +103,9 @@ class Skipped:
 class Summary:
     """One case over the prompts of one category; ``category`` is None for all prompts.
 
-    Counts are pooled. Times are first the median over repeats for each prompt: ``tpot_s`` and ``ttft_s`` spread
-    these over prompts, ``speedup`` spreads plain TPOT / TPOT over prompts, ``total_time_ratio`` is the sum of
-    plain total times / the sum of total times. For both ratios, above 1 is faster than plain.
+    Counts are pooled. Times are first, for each prompt, the median over repeats: ``tpot_s`` and ``ttft_s``
+    spread these over prompts, ``speedup`` spreads plain TPOT / TPOT over prompts, ``total_time_ratio`` is the
+    sum of plain total times / the sum of total times. For both ratios, above 1 is faster than plain.
     ``identical`` of ``compared`` prompts gave the plain output in every repeat.
     """
 
@@ -163,10 +161,10 @@ def run_benchmark(
 ) -> BenchResult:
     """Measure plain decoding and every candidate on every prompt, and compare their output.
 
-    Each prompt is answered by all cases one after another, in an order that changes (by ``seed``) from prompt to
-    prompt, so that a machine that drifts is unfair to none. An interrupt (Ctrl-C) ends the run with what is
-    measured so far. A prompt that can't be answered is skipped and reported. Raises OptionError for options
-    that can't work, PromptError if no prompt at all can be answered.
+    Each prompt is answered by all cases one after another, in an order that changes (by ``seed``) from prompt
+    to prompt, so that a machine that drifts is unfair to none. An interrupt (Ctrl-C) ends the run with what
+    is measured so far. A prompt that can't be answered is skipped and reported. Raises OptionError for
+    options that can't work, PromptError if no prompt at all can be answered.
     """
     cases: dict[str, Candidate | None] = {PLAIN: None, **{each.name: each for each in candidates}}
     if repeats < 1:
@@ -227,9 +225,7 @@ def run_benchmark(
     )
 
 
-def _generate(
-    llm: BenchLLM, prompt: Prompt, candidate: Candidate | None, params: SamplingParams
-) -> BenchGeneration:
+def _generate(llm: BenchLLM, prompt: Prompt, candidate: Candidate | None, params: SamplingParams) -> BenchGeneration:
     if candidate is None:
         return llm.generate(prompt.input, params, drafter=None)
     return llm.generate(
@@ -276,9 +272,7 @@ def _differences(measurements: Sequence[Measurement]) -> tuple[Difference, ...]:
         pairs = itertools.zip_longest(reference, each.token_ids)
         for position, (plain_token, token) in enumerate(pairs):
             if plain_token != token:
-                differences.append(
-                    Difference(each.prompt_id, each.case, each.repeat, position, plain_token, token)
-                )
+                differences.append(Difference(each.prompt_id, each.case, each.repeat, position, plain_token, token))
                 break
     return tuple(differences)
 

@@ -34,15 +34,13 @@ class Prompt:
 def load_workload(path: str | PathLike[str]) -> tuple[Prompt, ...]:
     """Return the prompts of a JSON-lines file (UTF-8).
 
-    A line has ``messages`` or ``prompt``; ``id`` (default: the line number) and ``category`` (default: all) are
-    optional, other keys are ignored. Raises OptionError with the file, the line and what would work.
+    A line has ``messages`` or ``prompt``; ``id`` (default: the line number) and ``category`` (default: all)
+    are optional, other keys are ignored. Raises OptionError with the file, the line and what would work.
     """
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise OptionError(
-            f"workload {path}: can't be read ({error.strerror}); must be a file of JSON lines"
-        ) from error
+        raise OptionError(f"workload {path}: can't be read ({error.strerror}); must be a file of JSON lines") from error
     return _parse(data, str(path))
 
 

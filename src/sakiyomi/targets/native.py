@@ -263,16 +263,18 @@ class _Part:
         self.sequence, self.tokens, self.logit_rows = sequence, work.tokens, work.logit_rows
         self.rows, self.start = len(work.tokens), sequence.length
         sequence.reserve(self.start + self.rows)
-        self._kv_heads, self._groups, self._head_dim = config.kv_heads, config.heads // config.kv_heads, config.head_dim
+        self._kv_heads, self._groups, self._head_dim = (
+            config.kv_heads,
+            config.heads // config.kv_heads,
+            config.head_dim,
+        )
         self._tiles = -(-self.rows // TILE)
         self._keys = -(-(self.start + self.rows) // KEY_BLOCK) * KEY_BLOCK
         sees = _visible(self.rows, work.parents)
         self.positions = (sees.sum(1) + (self.start - 1)).tolist()
         masks = {window: self._mask(sees, window, dtype) for window in set(config.windows)}
         self._masks = [masks[window] for window in config.windows]
-        self._queries = torch.zeros(
-            self._tiles, config.kv_heads, TILE, self._groups, config.head_dim, dtype=dtype
-        )
+        self._queries = torch.zeros(self._tiles, config.kv_heads, TILE, self._groups, config.head_dim, dtype=dtype)
 
     def _mask(self, sees: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Return what is added to the scores: [tiles, 1, TILE * groups, keys], 0 or -inf."""
@@ -361,7 +363,11 @@ class _Reader:
 def _read_layer(read: _Reader, config: DecoderConfig, index: int) -> _Layer:
     prefix = f"model.layers.{index}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
-    hidden, q_size, kv_size = config.hidden_size, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    hidden, q_size, kv_size = (
+        config.hidden_size,
+        config.heads * config.head_dim,
+        config.kv_heads * config.head_dim,
+    )
     intermediate = config.intermediate_size
     normed = f"{attention}q_norm.weight" in read
     return _Layer(

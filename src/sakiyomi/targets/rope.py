@@ -23,9 +23,7 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def inverse_frequencies(
-    settings: Mapping[str, Any], head_dim: int, context_length: int
-) -> tuple[torch.Tensor, float]:
+def inverse_frequencies(settings: Mapping[str, Any], head_dim: int, context_length: int) -> tuple[torch.Tensor, float]:
     """Return the float32 [head_dim / 2] angles per position and the factor on cosines and sines.
 
     ``linear``: positions divided by a factor. ``llama3``: low frequencies divided, high ones kept, a ramp between.
