@@ -288,7 +288,7 @@ def _rows(path: Path, output: _Output) -> Iterator[npt.NDArray[Any]]:
         with np.errstate(all="ignore"):  # damaged scales: see the next check
             values = dequantize(rows, kind)
         if not np.isfinite(values).all():
-            raise CorruptModelError(f"{path} is damaged: tensor {output.tensor.name!r} has values that are no numbers")
+            raise CorruptModelError(f"{path} is damaged: tensor {output.tensor.name!r} has infinities or NaN")
         yield _bfloat16(values)
 
 

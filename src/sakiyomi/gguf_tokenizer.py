@@ -91,9 +91,9 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> SpecialIds:
         tokenizer, bos_by_default = _sentencepiece(file, tokens, types), True
     else:
         raise UnsupportedModelError(f"{file.path} has the tokenizer {kind!r}; gpt2 and llama work")
-    typed = list(zip(tokens, types, strict=True))  # added tokens are found whole in a text, and keep their ids
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t, kind in typed if t and kind == _CONTROL])
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t, kind in typed if t and kind == _USER_DEFINED])
+    # Added tokens are found whole in a text; those of the vocabulary keep their ids.
+    tokenizer.add_special_tokens(_added_tokens(tokens, types, _CONTROL, _UNKNOWN))
+    tokenizer.add_tokens(_added_tokens(tokens, types, _USER_DEFINED))
 
     ids = _special_ids(file, tokens, types)
     add_bos = bool(file.metadata.get("tokenizer.ggml.add_bos_token", bos_by_default)) and ids.bos is not None
@@ -181,8 +181,8 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], types: list[int]) -> Token
     return tokenizer
 
 
-def _added_tokens(tokens: list[str], types: list[int], kind: int) -> list[AddedToken]:
-    return [AddedToken(token, normalized=False) for token, i in zip(tokens, types, strict=True) if i == kind]
+def _added_tokens(tokens: list[str], types: list[int], *kinds: int) -> list[AddedToken]:
+    return [AddedToken(token, normalized=False) for token, kind in zip(tokens, types, strict=True) if kind in kinds]
 
 
 def _vocabulary(tokens: list[str], types: list[int]) -> dict[str, int]:

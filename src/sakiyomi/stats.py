@@ -6,6 +6,7 @@ What a metric can't say (nothing was drafted, no token came after the first chun
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -27,9 +28,9 @@ class Stats:
     emitted any, prefill included. ``total_s`` runs to the last token. Of merged requests, both are means.
     ``starts`` holds the index of every request's first record; leave it alone unless you merge.
 
-    A round that a stop cut short emits fewer tokens than were accepted. ``accepted`` still counts every token
-    that verification let stand, ``tokens`` only those that became output: the acceptance rate describes the
-    drafter, tokens per target call describes what came out.
+    A round that a stop cut short emits fewer tokens than accepted + 1. All its draft tokens count as drafted,
+    so that the acceptance rate errs on the low side; ``tokens`` are only those that became output; and
+    per-position acceptance says nothing about positions after the stop.
     """
 
     records: tuple[RoundRecord, ...]
@@ -82,7 +83,7 @@ class Stats:
 
     @property
     def accepted(self) -> int:
-        """Draft tokens that verification let stand."""
+        """Draft tokens that stood."""
         return sum(record.accepted for record in self.records)
 
     @property
@@ -96,13 +97,14 @@ class Stats:
 
         A round reaches i if its longest drafted path has i tokens or more and the i - 1 before were accepted.
         """
-        acceptance = []
-        for i in range(1, max((record.depth for record in self.records), default=0) + 1):
-            reached = sum(record.depth >= i and record.accepted >= i - 1 for record in self.records)
-            if not reached:
-                break
-            acceptance.append(sum(record.accepted >= i for record in self.records) / reached)
-        return tuple(acceptance)
+        reached: Counter[int] = Counter()
+        accepted: Counter[int] = Counter()
+        for record in self.records:
+            # Where a stop cut the round, the tokens after it were not put to the test.
+            tested = record.emitted if record.emitted <= record.accepted else record.accepted + 1
+            reached.update(range(1, min(record.depth, tested) + 1))
+            accepted.update(range(1, min(record.accepted, tested) + 1))
+        return tuple(accepted[i] / reached[i] for i in sorted(reached))
 
     @property
     def tokens_per_target_call(self) -> float | None:
@@ -165,7 +167,7 @@ class Stats:
 
     @property
     def time_split(self) -> dict[str, float | None]:
-        """Fractions of the rounds' time in draft, target, verify and rest."""
+        """Fractions of the rounds' time (prefill included, as target) in draft, target, verify and rest."""
         return {
             "draft": ratio(self.draft_s, self.rounds_s),
             "target": ratio(self.target_s, self.rounds_s),

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -53,10 +54,11 @@ def machine_facts(*, model: str, dtype: str, exactness: Exactness, device: str =
 
 def render(result: BenchResult, facts: Facts | None = None) -> Group:
     """Return what ``rich.print`` shows: one table with a group of rows per category, then what to note."""
-    table = Table(title=_headline(result), title_justify="left", title_style="", padding=(0, 1, 0, 0))
-    table.add_column("case", no_wrap=True, min_width=14)
-    table.add_column("speed-up\n(spread)", justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
+    # Cells fold where the screen is narrow: a cut figure is worse than an ugly one.
+    table = Table(title=_headline(result), title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column("case", overflow="fold")
+    table.add_column("speed-up\n(spread)", justify="right", overflow="fold")
+    table.add_column("verdict", overflow="fold")
     for header in (
         "TPOT\nms",
         "TTFT\nms",
@@ -67,7 +69,7 @@ def render(result: BenchResult, facts: Facts | None = None) -> Group:
         "over-\nhead",
         "iden-\ntical",
     ):
-        table.add_column(header, justify="right", no_wrap=True)
+        table.add_column(header, justify="right", overflow="fold")
     for category, summaries in _groups(result):
         table.add_section()
         table.add_row(Text(f"{category} ({summaries[0].prompts})", style="bold"))
@@ -197,7 +199,7 @@ def _notes(result: BenchResult, facts: Facts | None) -> Iterator[tuple[bool, str
         yield (
             False,
             "Speed-up = plain TPOT / speculative TPOT: the median over paired prompts, and the quartiles "
-            "(fewer than 4 prompts: lowest and highest). Unclear: that spread includes 1. "
+            "(fewer than 4 prompts: lowest and highest). Unclear: that spread includes 1, or fewer than 3 prompts. "
             "Total time: plain / speculative.",
         )
     if facts:

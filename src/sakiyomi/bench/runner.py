@@ -126,11 +126,12 @@ class Summary:
 
     @property
     def verdict(self) -> Literal["faster", "slower", "unclear"]:
-        """``unclear`` where the spread of the speed-up includes 1, or nothing is known."""
-        if self.speedup and self.speedup.low > 1:
-            return "faster"
-        if self.speedup and self.speedup.high < 1:
-            return "slower"
+        """``unclear`` where the spread of the speed-up includes 1, or comes from fewer than three prompts."""
+        if self.speedup and self.speedup.count >= 3:
+            if self.speedup.low > 1:
+                return "faster"
+            if self.speedup.high < 1:
+                return "slower"
         return "unclear"
 
 

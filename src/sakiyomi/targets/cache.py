@@ -40,6 +40,7 @@ class KeyValues:
             raise ValueError(f"length={length}: must be between 0 and {self.length}")
         self.length = length
 
+    @torch.inference_mode()
     def keep(self, length: int, rows: Sequence[int]) -> None:
         """Of the slots from ``length`` on keep those at these offsets (ascending), moved together."""
         if list(rows) != list(range(len(rows))):

@@ -12,16 +12,17 @@ The packed operators are the ones that torch's own compiler emits. They aren't p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 
 _PACKING_ROWS = 8  # the number of rows that the packed layout is chosen for
 MAX_ROWS = 128  # no call is larger: beyond it kernels change on every processor that was measured
+_MIN_ROWS = 8  # a smaller range would be of no use
 
 
-@lru_cache(maxsize=None)
+@cache
 def can_pack(dtype: torch.dtype) -> bool:
     """Tell whether packed kernels exist for this dtype here, by running one."""
     try:
@@ -124,9 +125,9 @@ def invariant_rows(linears: Sequence[Linear], dtype: torch.dtype) -> int:
     limit = MAX_ROWS
     for linear in shapes.values():
         x = torch.randn(MAX_ROWS, linear.in_features, generator=generator).to(dtype)
-        while limit >= 2 and not _is_invariant(linear, x, limit):
+        while limit >= _MIN_ROWS and not _is_invariant(linear, x, limit):
             limit //= 2
-    return limit if limit >= 2 else 0
+    return limit if limit >= _MIN_ROWS else 0
 
 
 def _is_invariant(linear: Linear, x: torch.Tensor, limit: int) -> bool:

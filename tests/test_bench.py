@@ -1,0 +1,540 @@
+"""The benchmark: workloads, pairing, interleaving, identity and what is shown. A scripted LLM, no clock."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sakiyomi.bench import (
+    BenchResult,
+    Candidate,
+    Prompt,
+    Summary,
+    as_dict,
+    builtin_workload,
+    load_workload,
+    machine_facts,
+    markdown,
+    render,
+    run_benchmark,
+    select,
+)
+from sakiyomi.errors import OptionError, PromptError
+from sakiyomi.interfaces import RoundRecord
+from sakiyomi.sampling import SamplingParams
+from sakiyomi.stats import Spread, Stats
+
+
+@dataclass(frozen=True)
+class FakeGeneration:
+    token_ids: tuple[int, ...]
+    stats: Stats
+
+
+def generation(tpot_s: float = 1.0, *, tokens: Sequence[int] = (1, 2, 3), accepted: int = 0) -> FakeGeneration:
+    """Two rounds: a first chunk of one token after a second, then ``accepted`` + 1 tokens of 4 drafted."""
+    drafted = 4 if accepted else 0
+    rounds = [(0, 0), (drafted, accepted)]
+    records = tuple(
+        RoundRecord("ngram", d, d, a, a + 1, d + 1, 0, draft_s=0, target_s=0.75, verify_s=0.25, total_s=1)
+        for d, a in rounds
+    )
+    return FakeGeneration(tuple(tokens), Stats(records, ttft_s=1.0, total_s=1.0 + tpot_s * (accepted + 1)))
+
+
+@dataclass
+class Call:
+    prompt: str
+    params: SamplingParams
+    drafter: str | None
+    k: int | None
+
+
+class FakeLLM:
+    """Answers by ``script(call, number of earlier measured calls like it)`` and remembers its calls."""
+
+    def __init__(self, script: Callable[[Call, int], FakeGeneration] = lambda call, nth: generation()) -> None:
+        self.script = script
+        self.calls: list[Call] = []
+
+    def generate(
+        self,
+        prompt: str | list[dict[str, str]],
+        params: SamplingParams,
+        *,
+        drafter: str | None = "unset",
+        num_speculative_tokens: int | None = None,
+    ) -> FakeGeneration:
+        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        call = Call(text, params, drafter, num_speculative_tokens)
+        same = [c for c in self.calls if (c.prompt, c.drafter, c.k, c.params) == (text, drafter, call.k, params)]
+        self.calls.append(call)
+        return self.script(call, len(same))
+
+    def measured(self, params: SamplingParams) -> list[Call]:
+        return [call for call in self.calls if call.params == params]
+
+
+PARAMS = SamplingParams(max_new_tokens=64)
+NGRAM = Candidate("ngram", 5)
+SUFFIX = Candidate("suffix", 3)
+
+
+def prompts(count: int, category: str = "all") -> list[Prompt]:
+    return [Prompt(f"{category}-{i}", category, text=f"{category}-{i}") for i in range(count)]
+
+
+def row(result: BenchResult, case: str, category: str | None = None) -> Summary:
+    (found,) = [each for each in result.summaries if (each.case, each.category) == (case, category)]
+    return found
+
+
+def shown(result: BenchResult, width: int = 100) -> str:
+    console = Console(width=width, color_system=None, record=True, file=None, quiet=True)
+    with console.capture() as capture:
+        console.quiet = False
+        console.print(render(result))
+    return capture.get()
+
+
+# ---------------------------------------------------------------- workload
+
+
+def write(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def test_the_builtin_workload_is_as_documented() -> None:
+    workload = builtin_workload()
+    assert Counter(prompt.category for prompt in workload) == dict.fromkeys(
+        ("chat", "qa", "summarising", "code", "code-edit", "extraction"), 4
+    )
+    for prompt in workload:
+        words = sum(len(message["content"].split()) for message in prompt.messages)
+        assert 40 <= words <= 300, f"{prompt.id}: {words} words"
+        assert prompt.messages[-1]["role"] == "user"
+    for prompt in select(workload, ["summarising"]):
+        passage = prompt.messages[0]["content"].partition("Text:\n")[2]
+        assert 150 <= len(passage.split()) <= 250, prompt.id
+    for prompt in select(workload, ["code-edit"]):
+        code = prompt.messages[0]["content"].partition("```python\n")[2].partition("\n```")[0]
+        assert 20 <= len(code.splitlines()) <= 40, prompt.id
+        compile(code, prompt.id, "exec")
+
+
+def test_a_workload_file_may_have_messages_or_prompts_defaults_and_unknown_keys(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "w.jsonl",
+        '{"id": "a", "category": "chat", "messages": [{"role": "user", "content": "hi", "name": "x"}], "turns": 2}',
+        "",
+        '{"prompt": "Once upon"}',
+        '{"id": 7, "prompt": "先読み"}',
+    )
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes() + b"\r\n")
+    first, second, third = load_workload(path)
+    assert first == Prompt("a", "chat", ({"role": "user", "content": "hi"},))
+    assert first.input == [{"role": "user", "content": "hi"}]
+    assert second == Prompt("3", "all", text="Once upon")
+    assert second.input == "Once upon", "a plain text stays one: no chat template"
+    assert third == Prompt("7", "all", text="先読み")
+
+
+GOOD = '{"id": "a", "prompt": "text"}'
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{broken", r"not JSON \(Expecting property name.*\); each line must be like"),
+        ("[" * 100_000, r"not JSON \(.*recursion"),
+        ("3", "not a JSON object; each line must be like"),
+        ('{"id": "b"}', "has neither messages nor prompt; each line must be like"),
+        ('{"prompt": ""}', "prompt: must be a non-empty text"),
+        ('{"prompt": "\\ud800"}', "prompt: has half a .* escape pair; write the character itself"),
+        ('{"messages": []}', "messages: must be a list with at least one message"),
+        ('{"messages": [{"role": "user"}]}', r"messages\[0\]: must be an object with role and content"),
+        ('{"messages": [{"role": "user", "content": 3}]}', r"messages\[0\]\.content: must be a non-empty text"),
+        ('{"prompt": "x", "category": 5}', "category 5: must be a text"),
+        ('{"prompt": "x", "id": null}', "id None: must be a text or a number"),
+        (GOOD, "the id 'a' is there twice; every id must be different"),
+    ],
+)
+def test_a_bad_line_is_named_with_what_is_wrong_and_what_works(tmp_path: Path, line: str, problem: str) -> None:
+    path = write(tmp_path / "w.jsonl", GOOD, line)
+    with pytest.raises(OptionError, match=rf"^workload .*w\.jsonl, line 2: {problem}") as caught:
+        load_workload(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "w.jsonl"
+    path.write_bytes(GOOD.encode() + b"\n" + '{"prompt": "Zürich"}'.encode("latin-1"))
+    with pytest.raises(OptionError, match=r"line 2: not UTF-8 \(byte 14\); save the file as UTF-8"):
+        load_workload(path)
+
+
+def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"absent\.jsonl: can't be read \(No such file.*must be a file of JSON"):
+        load_workload(tmp_path / "absent.jsonl")
+    with pytest.raises(OptionError, match=r"can't be read"):
+        load_workload(tmp_path)
+    with pytest.raises(OptionError, match=r"w\.jsonl: has no prompts; each line must be like"):
+        load_workload(write(tmp_path / "w.jsonl", "", " "))
+
+
+def test_select_keeps_the_order_and_limits_each_category() -> None:
+    workload = [*prompts(3, "a"), *prompts(3, "b"), *prompts(3, "c")]
+    chosen = select(workload, ["c", "a"], per_category=2)
+    assert [prompt.id for prompt in chosen] == ["a-0", "a-1", "c-0", "c-1"]
+    assert select(workload) == tuple(workload)
+    with pytest.raises(OptionError, match="category 'd': not in this workload; there are a, b, c"):
+        select(workload, ["d"])
+    with pytest.raises(OptionError, match="per_category=0: must be at least 1"):
+        select(workload, per_category=0)
+
+
+# ---------------------------------------------------------------- runner
+
+
+def test_every_case_is_asked_as_named_after_one_brief_warm_up() -> None:
+    llm = FakeLLM()
+    run_benchmark(llm, prompts(2), [NGRAM, SUFFIX], PARAMS)
+    assert {(c.drafter, c.k) for c in llm.calls} == {(None, None), ("ngram", 5), ("suffix", 3)}
+    warm_up, measured = llm.calls[:3], llm.calls[3:]
+    assert {c.drafter for c in warm_up} == {None, "ngram", "suffix"}
+    assert all(c.params.max_new_tokens == 16 and c.prompt == "all-0" for c in warm_up)
+    assert all(c.params == PARAMS for c in measured)
+    assert len(measured) == 6
+
+
+def test_warm_up_leaves_params_valid() -> None:
+    params = SamplingParams(max_new_tokens=64, min_new_tokens=32)
+    assert run_benchmark(FakeLLM(), prompts(1), [NGRAM], params).summaries
+    short = SamplingParams(max_new_tokens=2)
+    llm = FakeLLM()
+    run_benchmark(llm, prompts(1), [], short)
+    assert all(call.params.max_new_tokens == 2 for call in llm.calls)
+
+
+def test_cases_are_interleaved_and_take_every_place_equally_often() -> None:
+    llm = FakeLLM()
+    run_benchmark(llm, prompts(6), [NGRAM, SUFFIX], PARAMS, repeats=2)
+    calls = llm.measured(PARAMS)
+    assert len(calls) == 6 * 2 * 3
+    blocks = [calls[i : i + 3] for i in range(0, len(calls), 3)]
+    assert [block[0].prompt for block in blocks] == [f"all-{i}" for i in range(6)] * 2, "repeats go round"
+    for block in blocks:
+        assert len({call.prompt for call in block}) == 1, "all cases of a prompt before the next prompt"
+    places = Counter((block.index(call), call.drafter) for block in blocks for call in block)
+    assert set(places.values()) == {4}, "12 blocks of 3 places: 4 each"
+
+
+def test_the_order_depends_on_the_seed_only() -> None:
+    def order(seed: int) -> list[str | None]:
+        llm = FakeLLM()
+        run_benchmark(llm, prompts(9), [NGRAM, SUFFIX], PARAMS, seed=seed)
+        return [call.drafter for call in llm.calls]
+
+    assert order(1) == order(1)
+    assert len({tuple(order(seed)) for seed in range(5)}) > 1
+
+
+def test_speedup_is_paired_by_prompt() -> None:
+    # Prompts of very different speed, each twice as fast: unpaired medians would not give 2 with no spread.
+    plain = {"all-0": 1.0, "all-1": 10.0, "all-2": 100.0, "all-3": 3.0}
+
+    def script(call: Call, nth: int) -> FakeGeneration:
+        return generation(plain[call.prompt] / (2 if call.drafter else 1), accepted=3 if call.drafter else 0)
+
+    result = run_benchmark(FakeLLM(script), prompts(4), [NGRAM], PARAMS)
+    ngram = row(result, "ngram k=5")
+    assert ngram.speedup == Spread(median=2.0, low=2.0, high=2.0, count=4)
+    assert ngram.verdict == "faster"
+    assert ngram.acceptance_rate == 0.75
+    assert ngram.tokens_per_target_call == 2.5
+    assert ngram.mean_drafted == 2.0
+    assert ngram.overhead == 0.25
+    assert row(result, "plain").speedup == Spread(1.0, 1.0, 1.0, 4)
+    assert row(result, "plain").tokens_per_target_call == 1.0
+
+
+def test_times_are_the_median_over_repeats_before_they_are_paired() -> None:
+    # One disturbed repeat of each case: mean would follow it, the median must not.
+    plain, ngram = [4.0, 400.0, 4.0], [2.0, 2.0, 0.002]
+
+    def script(call: Call, nth: int) -> FakeGeneration:
+        return generation((ngram if call.drafter else plain)[nth])
+
+    result = run_benchmark(FakeLLM(script), prompts(1), [NGRAM], PARAMS, repeats=3)
+    summary = row(result, "ngram k=5")
+    assert summary.speedup is not None
+    assert summary.speedup.median == pytest.approx(2.0)
+    assert summary.speedup.count == 1, "a prompt counts once, not once for each repeat"
+    assert summary.total_time_ratio == pytest.approx(5.0 / 3.0)
+    assert summary.ttft_s == Spread(1.0, 1.0, 1.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("factors", "verdict"),
+    [
+        ((2, 2, 2), "faster"),
+        ((0.5, 0.5, 0.5), "slower"),
+        ((0.5, 2, 2), "unclear"),
+        ((0.5, 0.5, 2), "unclear"),
+        ((1, 1, 1), "unclear"),
+        ((2, 2), "unclear"),
+    ],
+)
+def test_the_verdict_says_faster_or_slower_only_where_the_spread_agrees(
+    factors: tuple[float, ...], verdict: str
+) -> None:
+    def script(call: Call, nth: int) -> FakeGeneration:
+        return generation(1 / factors[int(call.prompt[-1])] if call.drafter else 1.0)
+
+    result = run_benchmark(FakeLLM(script), prompts(len(factors)), [NGRAM], PARAMS)
+    assert row(result, "ngram k=5").verdict == verdict
+    assert verdict in shown(result)
+
+
+def test_categories_are_summed_up_apart_and_together() -> None:
+    def script(call: Call, nth: int) -> FakeGeneration:
+        fast = call.drafter and call.prompt.startswith("code")
+        return generation(0.5 if fast else 1.0, accepted=4 if fast else 0)
+
+    result = run_benchmark(FakeLLM(script), [*prompts(1, "chat"), *prompts(3, "code")], [NGRAM], PARAMS)
+    assert [(each.category, each.case, each.prompts) for each in result.summaries] == [
+        ("chat", "plain", 1),
+        ("chat", "ngram k=5", 1),
+        ("code", "plain", 3),
+        ("code", "ngram k=5", 3),
+        (None, "plain", 4),
+        (None, "ngram k=5", 4),
+    ]
+    assert row(result, "ngram k=5", "chat").acceptance_rate is None
+    assert row(result, "ngram k=5", "code").acceptance_rate == 1.0
+
+
+def test_a_prompt_without_a_tpot_is_in_no_speedup() -> None:
+    def script(call: Call, nth: int) -> FakeGeneration:
+        if call.prompt == "all-0" and call.drafter:
+            whole = generation().stats
+            return FakeGeneration((1, 2, 3), Stats(whole.records[:1], ttft_s=1.0, total_s=1.0))
+        return generation()
+
+    summary = row(run_benchmark(FakeLLM(script), prompts(3), [NGRAM], PARAMS), "ngram k=5")
+    assert summary.prompts == 3
+    assert summary.speedup is not None
+    assert summary.speedup.count == 2
+
+
+def test_a_different_token_is_never_hidden() -> None:
+    def script(call: Call, nth: int) -> FakeGeneration:
+        if call.drafter == "ngram" and call.prompt == "all-1" and nth == 1:
+            return generation(tokens=(1, 9, 3))
+        if call.drafter == "suffix" and call.prompt == "all-2":
+            return generation(tokens=(1, 2))
+        return generation()
+
+    result = run_benchmark(FakeLLM(script), prompts(3), [NGRAM, SUFFIX], PARAMS, repeats=2)
+    found = {(d.prompt_id, d.case, d.repeat, d.position, d.plain_token, d.token) for d in result.differences}
+    assert found == {
+        ("all-1", "ngram k=5", 1, 1, 2, 9),
+        ("all-2", "suffix k=3", 0, 2, 3, None),
+        ("all-2", "suffix k=3", 1, 2, 3, None),
+    }
+    assert (row(result, "ngram k=5").identical, row(result, "ngram k=5").compared) == (2, 3)
+    assert (row(result, "plain").identical, row(result, "plain").compared) == (3, 3)
+    for text in (shown(result), markdown(result)):
+        flat = " ".join(text.split())
+        assert "DIFFERENT: ngram k=5, prompt all-1, repeat 2: first at token 1, where plain has 2" in flat
+        assert "Same output" not in flat
+        assert "2/3" in flat
+
+
+def test_plain_that_differs_from_itself_is_reported_too() -> None:
+    def script(call: Call, nth: int) -> FakeGeneration:
+        return generation(tokens=(5, nth)) if call.drafter is None else generation(tokens=(5, 0))
+
+    result = run_benchmark(FakeLLM(script), prompts(1), [NGRAM], PARAMS, repeats=2)
+    assert [(each.case, each.repeat) for each in result.differences] == [("plain", 1)]
+
+
+def test_identical_output_is_said_with_its_count() -> None:
+    result = run_benchmark(FakeLLM(), prompts(3), [NGRAM, SUFFIX], PARAMS)
+    assert result.differences == ()
+    assert "identical to plain (6 of 6)" in shown(result)
+
+
+def test_an_interrupt_keeps_what_was_measured_and_compares_only_whole_blocks() -> None:
+    llm = FakeLLM()
+
+    def script(call: Call, nth: int) -> FakeGeneration:
+        if len(llm.measured(PARAMS)) == 2 * 3 + 2:  # in the middle of the third prompt
+            raise KeyboardInterrupt
+        return generation()
+
+    llm.script = script
+    result = run_benchmark(llm, prompts(5), [NGRAM, SUFFIX], PARAMS)
+    assert result.partial
+    assert len(result.measurements) == 7
+    assert {each.prompts for each in result.summaries} == {2}
+    assert "PARTIAL: the run was interrupted" in shown(result)
+    assert as_dict(result)["partial"] is True
+
+
+def test_a_difference_in_the_interrupted_block_is_reported() -> None:
+    llm = FakeLLM()
+
+    def script(call: Call, nth: int) -> FakeGeneration:
+        if len(llm.measured(PARAMS)) == 3:
+            raise KeyboardInterrupt
+        return generation(tokens=(1,) if call.drafter else (2,))
+
+    llm.script = script
+    # With this seed, plain is among the first two of the three cases.
+    seed = next(s for s in range(9) if None in first_two(s))
+    result = run_benchmark(llm, prompts(1), [NGRAM, SUFFIX], PARAMS, seed=seed)
+    assert result.summaries == ()
+    assert len(result.differences) == 1
+    assert "DIFFERENT" in shown(result)
+
+
+def first_two(seed: int) -> list[str | None]:
+    llm = FakeLLM()
+    run_benchmark(llm, prompts(1), [NGRAM, SUFFIX], PARAMS, seed=seed)
+    return [call.drafter for call in llm.measured(PARAMS)[:2]]
+
+
+def test_an_interrupt_during_warm_up_gives_an_empty_partial_result() -> None:
+    def script(call: Call, nth: int) -> FakeGeneration:
+        raise KeyboardInterrupt
+
+    result = run_benchmark(FakeLLM(script), prompts(2), [NGRAM], PARAMS)
+    assert result.partial
+    assert result.summaries == ()
+    assert "nothing to compare yet" in shown(result)
+    assert "nothing to compare yet" in markdown(result)
+
+
+def test_a_prompt_that_cannot_be_answered_is_skipped_and_reported() -> None:
+    def script(call: Call, nth: int) -> FakeGeneration:
+        if call.prompt == "all-0":
+            raise PromptError("prompt: 9000 tokens leave no room; shorten it")
+        return generation()
+
+    llm = FakeLLM(script)
+    result = run_benchmark(llm, prompts(3), [NGRAM], PARAMS, repeats=2)
+    assert [each.prompt_id for each in result.skipped] == ["all-0"]
+    assert len([call for call in llm.measured(PARAMS) if call.prompt == "all-0"]) == 1, "not asked again"
+    assert row(result, "plain").prompts == 2
+    assert "SKIPPED: prompt all-0: prompt: 9000 tokens" in shown(result)
+
+
+def test_an_error_that_every_prompt_has_is_raised() -> None:
+    def script(call: Call, nth: int) -> FakeGeneration:
+        raise PromptError("messages: this model has no chat template; give text")
+
+    with pytest.raises(PromptError, match=r"no prompt can be answered.*no chat template"):
+        run_benchmark(FakeLLM(script), prompts(3), [NGRAM], PARAMS)
+
+
+def test_progress_counts_every_generation_to_the_end() -> None:
+    seen: list[tuple[int, int, str]] = []
+    run_benchmark(FakeLLM(), prompts(2), [NGRAM], PARAMS, repeats=2, progress=lambda *step: seen.append(step))
+    assert seen[0] == (0, 8, "warm-up")
+    assert [done for done, _, _ in seen] == list(range(9))
+    assert {what for _, _, what in seen[1:]} == {
+        f"{prompt}, {case}" for prompt in ("all-0", "all-1") for case in ("plain", "ngram k=5")
+    }
+
+
+def test_options_that_cannot_work_are_errors_before_anything_runs() -> None:
+    llm = FakeLLM()
+    with pytest.raises(OptionError, match="repeats=0: must be at least 1"):
+        run_benchmark(llm, prompts(1), [NGRAM], PARAMS, repeats=0)
+    with pytest.raises(OptionError, match="at least one prompt"):
+        run_benchmark(llm, [], [NGRAM], PARAMS)
+    with pytest.raises(OptionError, match="every id must be different"):
+        run_benchmark(llm, prompts(1) * 2, [NGRAM], PARAMS)
+    with pytest.raises(OptionError, match=r"ngram k=5.*must all be different"):
+        run_benchmark(llm, prompts(1), [NGRAM, NGRAM], PARAMS)
+    with pytest.raises(OptionError, match="num_speculative_tokens=0: must be at least 1"):
+        Candidate("ngram", 0)
+    with pytest.raises(OptionError, match="plain decoding is always measured"):
+        Candidate("plain", 3)
+    assert llm.calls == []
+
+
+# ---------------------------------------------------------------- report
+
+
+@pytest.fixture
+def mixed() -> BenchResult:
+    """A win, a loss, and names that could be taken for markup."""
+
+    def script(call: Call, nth: int) -> FakeGeneration:
+        if call.drafter == "ngram":
+            return generation(0.5, accepted=4)
+        return generation(12.5 if call.drafter else 1.0, accepted=1 if call.drafter else 0)
+
+    workload = [*prompts(120, "[red]x|y"), *prompts(4, "code-edit")]
+    return run_benchmark(FakeLLM(script), workload, [NGRAM, Candidate("draft-model", 16)], PARAMS)
+
+
+def test_the_table_fits_100_columns_uncut_and_shows_losses_like_wins(mixed: BenchResult) -> None:
+    text = shown(mixed)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text
+    assert "[red]x|y (120)" in text, "a category is text, not markup"
+    assert "all prompts (124)" in text
+    assert text.count("2.00 (2.00-2.00)") == text.count("faster") == 3
+    assert text.count("0.08 (0.08-0.08)") == text.count("slower") == 3
+    assert "124/124" in text
+
+    narrow = "".join(shown(mixed, width=78).split())
+    assert "…" not in narrow
+    assert "12500.0" in narrow, "folded, not cut"
+
+
+def test_one_category_alone_is_not_shown_twice() -> None:
+    text = shown(run_benchmark(FakeLLM(), prompts(2), [NGRAM], PARAMS))
+    assert "all prompts (2)" in text
+    assert "all (2)" not in text
+    assert "1 repeat," in text
+
+
+def test_markdown_is_one_sound_table(mixed: BenchResult) -> None:
+    text = markdown(mixed, {"cpu": "Some | CPU"})
+    table = text.partition("\n\n")[0].splitlines()
+    assert len(table) == 2 + 3 * 3
+    assert {line.replace("\\|", "").count("|") for line in table} == {10}
+    assert "| all prompts | draft-model k=16 | 0.08 (0.08-0.08) | slower | 12500.0 | 1.50 | 25% |" in text
+    assert "- cpu: Some \\| CPU" in text
+
+
+def test_json_holds_summaries_settings_facts_and_every_generation(mixed: BenchResult) -> None:
+    facts = machine_facts(model="tiny", dtype="fp32", exactness="bit-exact")
+    data = json.loads(json.dumps(as_dict(mixed, facts), allow_nan=False))
+    assert {"date", "model", "dtype", "exactness", "cpu", "threads", "torch"} <= data["machine"].keys()
+    assert data["machine"]["exactness"] == "bit-exact"
+    assert data["params"]["max_new_tokens"] == 64
+    assert len(data["measurements"]) == 124 * 3
+    assert data["measurements"][0]["tokens_per_target_call"] >= 1.0
+    last = data["summaries"][-1]
+    assert (last["category"], last["case"], last["verdict"]) == (None, "draft-model k=16", "slower")
+    assert last["speedup"] == {"median": 0.08, "low": 0.08, "high": 0.08, "count": 124}
+    assert data["candidates"][0] == {"drafter": "ngram", "num_speculative_tokens": 5}
+
+
+def test_json_takes_params_that_have_no_json_of_their_own() -> None:
+    params = SamplingParams(processors=(lambda ids, logits: logits,), logit_bias={3: -1.0})
+    data = json.loads(json.dumps(as_dict(run_benchmark(FakeLLM(), prompts(1), [], params))))
+    assert data["params"]["processors"] == 1
+    assert data["params"]["logit_bias"] == {"3": -1.0}

@@ -1,0 +1,172 @@
+"""The formulas of stats.py, against values worked out by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sakiyomi.interfaces import RoundRecord
+from sakiyomi.stats import Spread, Stats, ratio, speedup, spread
+
+
+def record(
+    drafted: int = 0,
+    accepted: int = 0,
+    emitted: int | None = None,
+    *,
+    depth: int | None = None,
+    draft_s: float = 0.0,
+    target_s: float = 0.0,
+    verify_s: float = 0.0,
+    total_s: float = 0.0,
+) -> RoundRecord:
+    return RoundRecord(
+        drafter="ngram",
+        drafted=drafted,
+        depth=drafted if depth is None else depth,
+        accepted=accepted,
+        emitted=accepted + 1 if emitted is None else emitted,
+        rows=drafted + 1,
+        context=10,
+        draft_s=draft_s,
+        target_s=target_s,
+        verify_s=verify_s,
+        total_s=total_s,
+    )
+
+
+def test_plain_decoding_is_one_token_per_target_call_and_has_no_acceptance() -> None:
+    stats = Stats((record(), record(), record()), ttft_s=1.0, total_s=2.0)
+    assert stats.tokens_per_target_call == 1.0
+    assert stats.acceptance_rate is None, "nothing was drafted: unknown, not zero"
+    assert stats.per_position_acceptance == ()
+    assert stats.mean_drafted == 0
+    assert stats.rounds_without_draft == 1.0
+
+
+def test_counts_and_their_ratios() -> None:
+    stats = Stats((record(4, 1), record(5, 5), record(), record(1, 0)), ttft_s=1.0, total_s=5.0)
+    assert (stats.tokens, stats.target_calls, stats.drafted, stats.accepted) == (10, 4, 10, 6)
+    assert stats.acceptance_rate == 0.6
+    assert stats.tokens_per_target_call == 2.5, "the target token counts"
+    assert stats.mean_drafted == 2.5, "the round without a draft counts"
+    assert stats.rounds_without_draft == 0.25
+
+
+def test_per_position_acceptance_is_conditional_on_reaching_the_position() -> None:
+    # Position 1: reached by three rounds, accepted in two. Position 2: reached by those two, accepted in one.
+    # Position 3: reached by that one, which drafted no deeper than 2 -> nothing reached it.
+    stats = Stats((record(3, 0), record(3, 1), record(2, 2)), ttft_s=0.0, total_s=1.0)
+    assert stats.per_position_acceptance == (2 / 3, 1 / 2)
+
+
+def test_a_tree_reaches_as_deep_as_its_longest_path() -> None:
+    stats = Stats((record(6, 2, depth=2), record(6, 1, depth=2)), ttft_s=0.0, total_s=1.0)
+    assert stats.per_position_acceptance == (1.0, 0.5)
+    assert stats.acceptance_rate == 0.25, "tokens on every branch were drafted"
+
+
+def test_a_stop_cuts_tokens_but_is_no_rejection() -> None:
+    # The second of four draft tokens ended the output: the third was not rejected.
+    cut = record(4, 2, emitted=2)
+    assert Stats((cut,), 0.0, 1.0).per_position_acceptance == (1.0, 1.0)
+    assert Stats((cut,), 0.0, 1.0).tokens == 2
+    # The same where verification has counted beyond the stop.
+    beyond = record(4, 3, emitted=2)
+    assert Stats((beyond,), 0.0, 1.0).per_position_acceptance == (1.0, 1.0)
+    assert Stats((beyond,), 0.0, 1.0).acceptance_rate == 0.75
+    assert Stats((beyond, record(4, 2)), 0.0, 1.0).per_position_acceptance == (1.0, 1.0, 0.0)
+    # Negative control: a full round of the same size does say that the third was rejected.
+    assert Stats((record(4, 2),), 0.0, 1.0).per_position_acceptance == (1.0, 1.0, 0.0)
+
+
+def test_tpot_leaves_out_the_first_chunk_and_its_time() -> None:
+    stats = Stats((record(3, 3), record(3, 1), record()), ttft_s=2.0, total_s=5.0)
+    assert stats.decode_tokens == 3
+    assert stats.tpot_s == 1.0
+
+
+def test_tpot_takes_the_first_round_that_emitted_as_the_first_chunk() -> None:
+    stats = Stats((record(emitted=0), record(3, 3), record()), ttft_s=2.0, total_s=5.0)
+    assert stats.tpot_s == 3.0
+
+
+def test_tpot_is_unknown_where_all_tokens_came_in_the_first_chunk() -> None:
+    assert Stats((record(3, 3),), ttft_s=2.0, total_s=2.0).tpot_s is None
+
+
+def test_time_split_and_overhead() -> None:
+    rounds = (
+        record(draft_s=1.0, target_s=4.0, verify_s=1.0, total_s=8.0),
+        record(draft_s=1.0, target_s=4.0, verify_s=1.0, total_s=8.0),
+    )
+    stats = Stats(rounds, ttft_s=8.0, total_s=20.0)
+    assert stats.time_split == {"draft": 0.125, "target": 0.5, "verify": 0.125, "rest": 0.25}
+    assert stats.overhead == 0.375, "verification and rest"
+
+
+def test_rounding_never_shows_a_rest_below_zero() -> None:
+    stats = Stats((record(draft_s=0.1, target_s=0.2, total_s=0.3),), ttft_s=0.3, total_s=0.3)
+    assert 0.3 - 0.1 - 0.2 < 0, "the floats that this test needs"
+    assert stats.rest_s == 0.0
+
+
+def test_merge_gives_ratios_of_sums_not_means_of_ratios() -> None:
+    short = Stats((record(4, 4), record()), ttft_s=1.0, total_s=2.0)  # TPOT 1 / 1
+    long = Stats((record(), *[record(1, 0)] * 4), ttft_s=3.0, total_s=5.0)  # TPOT 2 / 4
+    merged = Stats.merge([short, long])
+    assert merged.requests == 2
+    assert merged.tpot_s == pytest.approx(3 / 5)
+    assert merged.acceptance_rate == 4 / 8
+    assert merged.tokens_per_target_call == 11 / 7
+    assert (merged.ttft_s, merged.total_s) == (2.0, 3.5), "means per request"
+
+
+def test_merging_merged_stats_is_merging_their_parts() -> None:
+    parts = [Stats((record(i, i), record()), ttft_s=float(i), total_s=2.0 * i) for i in (1, 2, 3)]
+    nested = Stats.merge([Stats.merge(parts[:2]), parts[2]])
+    assert nested == Stats.merge(parts)
+
+
+def test_merging_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="at least one request"):
+        Stats.merge([])
+
+
+def test_speedup_is_plain_tpot_over_speculative_tpot() -> None:
+    plain = Stats((record(), record()), ttft_s=1.0, total_s=4.0)
+    fast = Stats((record(), record(2, 2)), ttft_s=1.0, total_s=4.0)
+    assert speedup(plain, fast) == pytest.approx(3.0)
+    assert speedup(fast, plain) == pytest.approx(1 / 3)
+    assert speedup(plain, Stats((record(),), 1.0, 1.0)) is None
+
+
+def test_ratio_of_the_unknown_is_unknown() -> None:
+    assert ratio(1, 4) == 0.25
+    assert ratio(0, 4) == 0.0, "zero is known"
+    assert ratio(None, 4) is None
+    assert ratio(1, None) is None
+    assert ratio(1, 0) is None
+
+
+def test_spread_has_quartiles_from_four_values_on() -> None:
+    assert spread([5.0, 1.0, 2.0, 4.0, 3.0]) == Spread(median=3.0, low=2.0, high=4.0, count=5)
+    assert spread([3.0, None, 1.0]) == Spread(median=2.0, low=1.0, high=3.0, count=2)
+    assert spread([None]) is None
+
+
+def test_as_dict_is_json_and_has_every_metric() -> None:
+    stats = Stats((record(3, 2, target_s=1.0, total_s=2.0), record()), ttft_s=1.0, total_s=2.5)
+    data = json.loads(json.dumps(stats.as_dict(), allow_nan=False))
+    for name, value in data.items():
+        have = getattr(stats, name)
+        assert value == (list(have) if isinstance(have, tuple) else have), name
+    assert data["tokens_per_target_call"] == 2.0
+    assert data["tpot_s"] == 1.5
+
+
+def test_nothing_done_has_no_metrics_and_no_errors() -> None:
+    data = Stats((), ttft_s=0.0, total_s=0.0).as_dict()
+    for name in ("acceptance_rate", "tokens_per_target_call", "mean_drafted", "tpot_s", "overhead"):
+        assert data[name] is None, name
