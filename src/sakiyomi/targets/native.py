@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -96,12 +97,11 @@ class _Layer:
     key_norm: torch.Tensor | None
     output: Linear
     mlp_norm: torch.Tensor
-    gate: Linear
-    up: Linear
+    gate_up: Linear
     down: Linear
 
     def linears(self) -> tuple[Linear, ...]:
-        return self.qkv, self.output, self.gate, self.up, self.down
+        return self.qkv, self.output, self.gate_up, self.down
 
 
 class NativeTarget:
@@ -125,7 +125,8 @@ class NativeTarget:
             read = _Reader(weights, dtype)
             self._embedding = read.table("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
             self._layers = [_read_layer(read, config, i) for i in range(config.layers)]
-            self._norm = read("model.norm.weight", config.hidden_size)
+            self._norm = read.norm("model.norm.weight", config.hidden_size)
+            self._eps = torch.tensor(config.norm_eps)
             head = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
             self._head = Linear(read(head, config.vocab_size, config.hidden_size))
             frequencies, factor = inverse_frequencies(config.rope, config.head_dim, config.context_length)
@@ -161,7 +162,7 @@ class NativeTarget:
         See :class:`~sakiyomi.interfaces.TargetOutput` for what comes back. The linears run on all rows together,
         attention on each sequence's own.
         """
-        config, eps = self.config, self.config.norm_eps
+        config = self.config
         parts = [_Part(w, config, self.dtype) for w in work]
         rows = sum(part.rows for part in parts)
         ids = [token for part in parts for token in part.tokens]
@@ -171,39 +172,43 @@ class NativeTarget:
         cos, sin = self._rope.at(positions)
         x = self._embedding.index_select(0, torch.tensor(ids)).to(self.dtype)
         hidden = {0: x} if 0 in hidden_layers else {}
-        attended_size, rotated = config.heads * config.head_dim, config.heads + config.kv_heads
         for i, layer in enumerate(self._layers):
-            qkv = layer.qkv(F.rms_norm(x, (config.hidden_size,), layer.attention_norm, eps))
-            qk = qkv[:, : rotated * config.head_dim].view(-1, rotated, 2, config.head_dim // 2)
-            if layer.query_norm is not None and layer.key_norm is not None:
-                qk = _norm_heads(qk, config, layer.query_norm, layer.key_norm)
-            qk = torch.addcmul(qk * cos, qk.flip(2), sin).view(-1, rotated, config.head_dim)
-            values = qkv[:, rotated * config.head_dim :].view(-1, config.kv_heads, config.head_dim)
-            attended, start = [], 0
-            for part in parts:
-                end = start + part.rows
-                attended.append(part.attend(i, qk[start:end], values[start:end]))
-                start = end
-            if len(parts) == 1:
-                merged = attended[0].view(-1, attended_size)[: x.shape[0]]
-            else:
-                merged = torch.cat([a[: p.rows] for a, p in zip(attended, parts, strict=True)]).view(-1, attended_size)
-            x = layer.output.plus(merged, x)
-            h = F.rms_norm(x, (config.hidden_size,), layer.mlp_norm, eps)
-            x = layer.down.plus(layer.up.times(h, layer.gate.silu(h)), x)
+            qkv = layer.qkv(self._rms_norm(x, layer.attention_norm))
+            self._rotate(qkv, cos, sin, layer)
+            x = layer.output(_attend(parts, i, qkv)[: x.shape[0]]).add_(x)
+            gate, up = layer.gate_up(self._rms_norm(x, layer.mlp_norm)).chunk(2, 1)
+            x = layer.down(F.silu(gate).mul_(up)).add_(x)
             if i + 1 in hidden_layers:
                 hidden[i + 1] = x
         for part in parts:
             part.sequence.length += part.rows
         return self._outputs(parts, x, [hidden[i] for i in hidden_layers])
 
+    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return x / rms(x) * weight over the last dimension, in float32 inside (``weight`` is float32)."""
+        y = x.float()
+        norm = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+        scale = torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+        return (y * scale).mul_(weight).to(self.dtype)  # y may be x itself
+
+    def _rotate(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: _Layer) -> None:
+        """Give queries and keys their positions, in place. ``qkv``: [rows, (heads + 2 kv_heads) * head_dim]."""
+        config = self.config
+        heads = config.heads + config.kv_heads
+        qk = qkv[:, : heads * config.head_dim].view(-1, heads, 2, config.head_dim // 2)
+        x = qk
+        if layer.query_norm is not None and layer.key_norm is not None:
+            q, k = qk.view(-1, heads, config.head_dim).tensor_split([config.heads], 1)
+            x = torch.cat([self._rms_norm(q, layer.query_norm), self._rms_norm(k, layer.key_norm)], 1).view(qk.shape)
+        torch.addcmul(x * cos, x.flip(2), sin, out=qk)
+
     def _outputs(self, parts: list[_Part], x: torch.Tensor, hidden: list[torch.Tensor]) -> list[TargetOutput]:
-        ends = [sum(part.rows for part in parts[: i + 1]) for i in range(len(parts))]
+        ends = list(accumulate(part.rows for part in parts))
         wanted = [r for part, end in zip(parts, ends, strict=True) for r in range(end - part.logit_rows, end)]
         if wanted:
             if len(wanted) < x.shape[0]:
                 x = x.index_select(0, torch.tensor(wanted))
-            logits = self._head(F.rms_norm(x, (self.config.hidden_size,), self._norm, self.config.norm_eps))
+            logits = self._head(self._rms_norm(x, self._norm))
         else:
             logits = x.new_empty(0, self.vocab_size)
         outputs, taken = [], 0
@@ -224,8 +229,7 @@ class NativeTarget:
         whole, parts = self.new_sequence(), self.new_sequence()
         for sequence in (whole, parts):
             sequence.reserve(prefix + rows)
-            for i, layer in enumerate(sequence.layers):
-                layer[:, :, :prefix].normal_(generator=generator.manual_seed(i))
+            sequence.memory[:, :, :, :prefix].normal_(generator=generator.manual_seed(0))
             sequence.length = prefix
         (expected,) = self.forward([Work(whole, ids, None, rows)])
         found, start = [], 0
@@ -235,15 +239,13 @@ class NativeTarget:
         return torch.equal(expected.logits, torch.cat(found))
 
 
-def _norm_heads(
-    qk: torch.Tensor, config: DecoderConfig, query_norm: torch.Tensor, key_norm: torch.Tensor
-) -> torch.Tensor:
-    """Normalise each head of queries and keys (Qwen 3): [rows, heads + kv_heads, 2, head_dim / 2]."""
-    heads = qk.reshape(-1, config.heads + config.kv_heads, config.head_dim)
-    size = (config.head_dim,)
-    q = F.rms_norm(heads[:, : config.heads], size, query_norm, config.norm_eps)
-    k = F.rms_norm(heads[:, config.heads :], size, key_norm, config.norm_eps)
-    return torch.cat([q, k], 1).view(qk.shape)
+def _attend(parts: list[_Part], layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    """Return [rows, heads * head_dim], for a single part with more rows below, from rotated ``qkv``."""
+    if len(parts) == 1:
+        return parts[0].attend(layer, qkv)
+    ends = list(accumulate(part.rows for part in parts))
+    split = qkv.tensor_split(ends[:-1])
+    return torch.cat([part.attend(layer, rows)[: part.rows] for part, rows in zip(parts, split, strict=True)])
 
 
 class _Part:
@@ -253,33 +255,34 @@ class _Part:
         sequence = work.sequence
         assert isinstance(sequence, KeyValues)
         self.sequence, self.tokens, self.logit_rows = sequence, work.tokens, work.logit_rows
-        self.rows, self.start = len(work.tokens), sequence.length
-        sequence.reserve(self.start + self.rows)
-        self._heads = config.heads
+        self.rows, start = len(work.tokens), sequence.length
+        sequence.reserve(start + self.rows)
         chains = [(0, list(range(self.rows)))] if work.parents is None else _chains(work.parents)
-        self._paths = [_Path(self.start, known, path, config, dtype) for known, path in chains]
-        order = [row for known, path in chains for row in path[known:]]
+        self._paths = [_Path(sequence, known, path, config, dtype) for known, path in chains]
         self.positions = [0] * self.rows
+        order = []
         for known, path in chains:
+            order += path[known:]
             for depth, row in enumerate(path[known:], known):
-                self.positions[row] = self.start + depth
-        self._order: torch.Tensor | None = None  # where each row stands in what the paths return, if elsewhere
-        if order != sorted(order):
-            self._order = torch.tensor(order).argsort()
+                self.positions[row] = start + depth
+        # Where each row stands in what the paths return, if it isn't its own place.
+        self._order = None if order == sorted(order) else torch.tensor(order).argsort()
+        # Places for the new keys and values: per layer [rows, 2, kv_heads, head_dim].
+        self._new = sequence.memory.narrow(3, start, self.rows).permute(0, 3, 1, 2, 4).unbind(0)
+        self._queries, self._heads = config.heads * config.head_dim, config.heads
 
-    def attend(self, layer: int, qk: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Store keys and values and attend: [rows, heads, head_dim], a single chain padded to tiles.
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Store keys and values and attend: [rows, heads * head_dim], a single chain padded to whole tiles.
 
-        ``qk``: [rows, heads + kv_heads, head_dim]; ``values``: [rows, kv_heads, head_dim].
+        ``qkv``: [rows, (heads + 2 * kv_heads) * head_dim]; rows beyond the part's own are left alone.
         """
-        memory = self.sequence.layers[layer]
-        end = self.start + self.rows
-        memory[0, :, self.start : end] = qk[:, self._heads :].transpose(0, 1)
-        memory[1, :, self.start : end] = values.transpose(0, 1)
-        queries = qk[:, : self._heads]
+        new = self._new[layer]
+        qkv = qkv[: self.rows]
+        new.copy_(qkv[:, self._queries :].view(new.shape))
+        queries = qkv[:, : self._queries]
         if len(self._paths) == 1:
-            return self._paths[0].attend(layer, queries, memory)
-        attended = torch.cat([path.attend(layer, queries, memory)[: path.rows] for path in self._paths])
+            return self._paths[0].attend(layer, queries)
+        attended = torch.cat([path.attend(layer, queries)[: path.rows] for path in self._paths])
         return attended if self._order is None else attended.index_select(0, self._order)
 
 
@@ -307,60 +310,66 @@ class _Path:
     rows of a tree lie between, the path's keys and values are gathered. The first path of a tree needs no gathering.
     """
 
-    def __init__(self, start: int, known: int, path: list[int], config: DecoderConfig, dtype: torch.dtype) -> None:
-        length = start + len(path)
+    def __init__(
+        self, sequence: KeyValues, known: int, path: list[int], config: DecoderConfig, dtype: torch.dtype
+    ) -> None:
+        start, length = sequence.length, sequence.length + len(path)
         self.rows = len(path) - known
         self._tiles = -(-self.rows // TILE)
         self._keys = -(-length // KEY_BLOCK) * KEY_BLOCK
-        self._kv_heads, self._groups, self._head_dim = config.kv_heads, config.heads // config.kv_heads, config.head_dim
-        own, first = path[known:], path[known]
-        self._slice = slice(first, first + self.rows) if own == list(range(first, first + self.rows)) else None
-        self._own = None if self._slice else torch.tensor(own)
+        self._groups = config.heads // config.kv_heads
+        # Which of the part's queries are the path's, if not all: those of the rows that no earlier path covers.
+        self._own = torch.tensor(path[known:]) if known or len(path) < path[-1] + 1 else None
         self._gather: torch.Tensor | None = None
         if path != list(range(len(path))):
             places = [*range(start), *(start + row for row in path), *[0] * (self._keys - length)]
             self._gather = torch.tensor(places)
+        self._memory = sequence.memory
+        # Views for every layer are made here at once: made one by one they would cost more than what they show.
+        shown = sequence.memory.narrow(3, 0, self._keys)[:, :, None].expand(-1, -1, self._tiles, -1, -1, -1)
+        self._shown = shown.flatten(0, 1).unbind(0)
         masks = {window: self._mask(start + known, window, dtype) for window in set(config.windows)}
         self._masks = [masks[window] for window in config.windows]
-        self._queries = torch.zeros(self._tiles, config.kv_heads, TILE, self._groups, config.head_dim, dtype=dtype)
+        shape = (config.kv_heads, self._groups, config.head_dim)
+        tiled = torch.zeros(self._tiles, config.kv_heads, TILE, *shape[1:], dtype=dtype)
+        self._queries = tiled.view(self._tiles, config.kv_heads, TILE * self._groups, config.head_dim)
+        full, rest = divmod(self.rows, TILE)
+        # Where rows of queries go in the tiles: (rows, [tiles, TILE, ...] or [rows, ...] place) one or two times.
+        self._places: list[tuple[slice, torch.Tensor]] = []
+        if full:
+            self._places.append((slice(0, full * TILE), tiled[:full].transpose(1, 2)))
+        if rest:
+            self._places.append((slice(full * TILE, self.rows), tiled[full, :, :rest].transpose(0, 1)))
 
     def _mask(self, position: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Return what is added to the scores of rows from ``position`` on: [tiles, 1, TILE * groups, keys], 0 or -inf.
 
         Rows that only fill the last tile go on in the same way, so that every row sees a key.
         """
-        rows = torch.arange(position, position + self._tiles * TILE)[:, None]
-        keys = torch.arange(self._keys)
-        hidden = keys > rows
+        mask = torch.full((self._tiles * TILE, self._keys), -torch.inf, dtype=dtype).triu_(position + 1)
         if window is not None:
-            hidden |= keys <= rows.clamp(max=position + self.rows - 1) - window
-        mask = torch.zeros(self._tiles * TILE, self._keys, dtype=dtype).masked_fill_(hidden, -torch.inf)
+            newest = torch.arange(position, position + self._tiles * TILE).clamp_(max=position + self.rows - 1)
+            mask.masked_fill_(torch.arange(self._keys) <= newest[:, None] - window, -torch.inf)
         tiled = mask.view(self._tiles, 1, TILE, 1, self._keys)
         return tiled.expand(-1, -1, -1, self._groups, -1).reshape(self._tiles, 1, TILE * self._groups, self._keys)
 
-    def attend(self, layer: int, queries: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        """Return [rows padded to tiles, heads, head_dim] for queries [rows of the part, heads, head_dim]."""
+    def attend(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """Return [rows padded to tiles, heads * head_dim] for the part's queries [rows, heads * head_dim].
+
+        The heads come out in the order that attention stores them in: by their place in the group, then by group.
+        """
         if self._own is not None:
             queries = queries.index_select(0, self._own)
-        elif self._slice is not None:
-            queries = queries[self._slice]
-        full = self.rows // TILE
-        rest = self.rows - full * TILE
-        shape = (self._kv_heads, self._groups, self._head_dim)
-        if full:
-            self._queries[:full] = queries[: full * TILE].reshape(full, TILE, *shape).transpose(1, 2)
-        if rest:
-            self._queries[full, :, :rest] = queries[full * TILE :].reshape(rest, *shape).transpose(0, 1)
-        memory = memory[:, :, : self._keys] if self._gather is None else memory.index_select(2, self._gather)
-        keys, values = memory[:, None].expand(-1, self._tiles, -1, -1, -1)
-        attended = F.scaled_dot_product_attention(
-            self._queries.view(self._tiles, self._kv_heads, TILE * self._groups, self._head_dim),
-            keys,
-            values,
-            attn_mask=self._masks[layer],
-        )
-        tiled = attended.view(self._tiles, self._kv_heads, TILE, *shape[1:]).transpose(1, 2)
-        return tiled.reshape(self._tiles * TILE, shape[0] * shape[1], self._head_dim)
+        for rows, place in self._places:
+            place.copy_(queries[rows].view(place.shape))
+        if self._gather is None:
+            keys, values = self._shown[2 * layer], self._shown[2 * layer + 1]
+        else:
+            keys, values = (
+                self._memory[layer].index_select(2, self._gather)[:, None].expand(-1, self._tiles, -1, -1, -1)
+            )
+        attended = F.scaled_dot_product_attention(self._queries, keys, values, attn_mask=self._masks[layer])
+        return attended.transpose(1, 2).reshape(self._tiles * TILE, -1)
 
 
 class _Reader:
@@ -375,6 +384,10 @@ class _Reader:
     def __call__(self, name: str, *shape: int) -> torch.Tensor:
         """Return the tensor in the target's dtype."""
         return self.table(name, *shape).to(self._dtype)
+
+    def norm(self, name: str, size: int) -> torch.Tensor:
+        """Return the weight of a norm, float32."""
+        return self.table(name, size).float()
 
     def table(self, name: str, *shape: int) -> torch.Tensor:
         """Return the tensor as it is stored: only the rows that are used need ever be read."""
@@ -393,6 +406,13 @@ class _Reader:
             return Linear(weight)
         return Linear(weight, torch.cat([self(f"{n}.bias", s) for n, s in zip(names, sizes, strict=True)]))
 
+    def output(self, name: str, hidden: int, config: DecoderConfig) -> Linear:
+        """Return the linear after attention, its inputs in the order in which attention leaves the heads."""
+        groups = config.heads // config.kv_heads
+        weight = self(f"{name}.weight", hidden, config.heads * config.head_dim)
+        ordered = weight.view(hidden, config.kv_heads, groups, config.head_dim).transpose(1, 2).reshape(weight.shape)
+        return Linear(ordered, self(f"{name}.bias", hidden) if f"{name}.bias" in self else None)
+
 
 def _read_layer(read: _Reader, config: DecoderConfig, index: int) -> _Layer:
     prefix = f"model.layers.{index}."
@@ -405,13 +425,12 @@ def _read_layer(read: _Reader, config: DecoderConfig, index: int) -> _Layer:
     intermediate = config.intermediate_size
     normed = f"{attention}q_norm.weight" in read
     return _Layer(
-        attention_norm=read(prefix + "input_layernorm.weight", hidden),
+        attention_norm=read.norm(prefix + "input_layernorm.weight", hidden),
         qkv=read.linear([attention + n for n in ("q_proj", "k_proj", "v_proj")], [q_size, kv_size, kv_size], hidden),
-        query_norm=read(attention + "q_norm.weight", config.head_dim) if normed else None,
-        key_norm=read(attention + "k_norm.weight", config.head_dim) if normed else None,
-        output=read.linear([attention + "o_proj"], [hidden], q_size),
-        mlp_norm=read(prefix + "post_attention_layernorm.weight", hidden),
-        gate=read.linear([mlp + "gate_proj"], [intermediate], hidden),
-        up=read.linear([mlp + "up_proj"], [intermediate], hidden),
+        query_norm=read.norm(attention + "q_norm.weight", config.head_dim) if normed else None,
+        key_norm=read.norm(attention + "k_norm.weight", config.head_dim) if normed else None,
+        output=read.output(attention + "o_proj", hidden, config),
+        mlp_norm=read.norm(prefix + "post_attention_layernorm.weight", hidden),
+        gate_up=read.linear([mlp + "gate_proj", mlp + "up_proj"], [intermediate] * 2, hidden),
         down=read.linear([mlp + "down_proj"], [hidden], intermediate),
     )
