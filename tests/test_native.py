@@ -9,7 +9,7 @@ from conftest import COMMON, VOCAB, make_reference, make_target
 from sakiyomi.errors import CorruptModelError, UnsupportedModelError
 from sakiyomi.interfaces import Work
 from sakiyomi.targets import native
-from sakiyomi.targets.linear import Linear, can_pack, invariant_rows
+from sakiyomi.targets.linear import Linear, can_pack, set_row_limits
 from sakiyomi.targets.native import DecoderConfig, NativeTarget
 
 
@@ -172,8 +172,10 @@ def test_row_limit_is_where_the_kernel_changes(monkeypatch, breaks_above, limit)
     def kernel(self: Linear, x: torch.Tensor) -> torch.Tensor:
         return x[:, :1] + (1e-3 * x.shape[0] if x.shape[0] > breaks_above else 0.0)
 
-    monkeypatch.setattr(Linear, "_kernel", kernel)
-    assert invariant_rows([Linear(torch.ones(4, 4))], torch.float32) == limit
+    monkeypatch.setattr(Linear, "run", kernel)
+    linear = Linear(torch.ones(4, 4))
+    assert set_row_limits([linear], torch.float32) == (limit > 0)
+    assert linear.row_limit == (limit or 128)
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -81,15 +81,22 @@ class MissingTensorError(CorruptModelError, KeyError):
 
 
 class Weights(Mapping[str, "torch.Tensor"]):
-    """The tensors of a model folder by name, mapped from its safetensors files when asked for."""
+    """The tensors of a model folder by name, mapped from its safetensors files when asked for.
 
-    def __init__(self, folder: Path, files: Mapping[str, Any]) -> None:
+    Each tensor has a mapping of its own, which goes when the tensor goes: reading a model through doesn't keep all
+    of its files in memory.
+    """
+
+    def __init__(self, folder: Path, files: Mapping[str, Path]) -> None:
         self._folder, self._files = folder, files
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._files:
             raise MissingTensorError(f"{self._folder} has no tensor {name!r}")
-        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        from safetensors import safe_open
+
+        with safe_open(self._files[name], framework="pt", device="cpu") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -165,7 +172,7 @@ def open_weights(folder: str | os.PathLike[str]) -> Weights:
     shards = _read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise CorruptModelError(f"{index} has no 'weight_map'")
-    opened: dict[str, Mapping[str, Any]] = {}
+    opened: dict[str, Mapping[str, Path]] = {}
     for shard in dict.fromkeys(shards.values()):
         if not isinstance(shard, str) or Path(shard).name != shard or not (folder / shard).is_file():
             raise CorruptModelError(f"{index} names {shard!r}, which isn't in the folder; fetch the model again")
@@ -176,15 +183,15 @@ def open_weights(folder: str | os.PathLike[str]) -> Weights:
     return Weights(folder, {name: opened[shard][name] for name, shard in shards.items()})
 
 
-def _open_safetensors(path: Path) -> dict[str, Any]:
-    """Map each tensor's name to the open file."""
+def _open_safetensors(path: Path) -> dict[str, Path]:
+    """Check a file's header and map the name of each of its tensors to the file."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        file = safe_open(path, framework="pt", device="cpu")
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return dict.fromkeys(file.keys(), path)
     except (SafetensorError, OSError) as error:
         raise CorruptModelError(f"{path} is truncated or garbled ({_one_line(error)}); fetch it again") from error
-    return dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
 
 
 def _refuse_without_safetensors(folder: Path) -> None:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from sakiyomi.errors import CorruptModelError, UnsupportedModelError
 from sakiyomi.interfaces import Exactness, TargetOutput, Work
 from sakiyomi.targets.cache import KeyValues
-from sakiyomi.targets.linear import MAX_ROWS, Linear, invariant_rows
+from sakiyomi.targets.linear import MAX_ROWS, Linear, set_row_limits
 from sakiyomi.targets.rope import RopeTable, inverse_frequencies, rope_parameters
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
@@ -123,23 +123,21 @@ class NativeTarget:
         self.context_length = context_length or config.context_length
         with torch.inference_mode():
             read = _Reader(weights, dtype)
+            # The head first: while the largest weight is packed it is in memory twice.
+            head = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
+            self._head = Linear(read(head, config.vocab_size, config.hidden_size))
             self._embedding = read.table("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
             self._layers = [_read_layer(read, config, i) for i in range(config.layers)]
             self._norm = read.norm("model.norm.weight", config.hidden_size)
             self._eps = torch.tensor(config.norm_eps)
-            head = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
-            self._head = Linear(read(head, config.vocab_size, config.hidden_size))
             frequencies, factor = inverse_frequencies(config.rope, config.head_dim, config.context_length)
             if "rope_freqs.weight" in weights:  # GGUF files of Llama 3 hold their scaling as divisors
                 frequencies = frequencies / weights["rope_freqs.weight"].float()
             self._rope = RopeTable(frequencies, factor, dtype)
         linears = [linear for layer in self._layers for linear in layer.linears()] + [self._head]
         with torch.inference_mode():
-            limit = invariant_rows(linears, dtype)
-            if limit:
-                for linear in linears:
-                    linear.row_limit = limit
-            self.exactness: Exactness = "bit-exact" if limit and self._rows_are_invariant() else "numerics"
+            invariant = set_row_limits(linears, dtype) and self._rows_are_invariant()
+        self.exactness: Exactness = "bit-exact" if invariant else "numerics"
 
     @property
     def vocab_size(self) -> int:

@@ -1,0 +1,366 @@
+"""The engine: speculation changes speed and nothing else, and stops where plain decoding stops."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from conftest import VOCAB, byte_tokenizer, make_reference, make_target
+from sakiyomi.drafters import NgramDrafter
+from sakiyomi.engine import Chunk, Engine
+from sakiyomi.errors import OptionError, PromptError
+from sakiyomi.interfaces import Draft
+from sakiyomi.sampling import SamplingParams
+from sakiyomi.targets.native import NativeTarget
+
+PROMPT = [7, 8, 9, 7, 8, 9, 40, 41, 7, 8]
+GREEDY = SamplingParams(max_new_tokens=60)
+SAMPLED = SamplingParams(max_new_tokens=40, temperature=0.7, top_p=0.95, seed=11)
+PENALISED = SamplingParams(
+    max_new_tokens=40, temperature=0.9, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3, seed=5
+)
+
+
+class Scripted:
+    """A drafter whose proposals a function of (ids so far, budget) decides."""
+
+    name = "scripted"
+
+    def __init__(self, propose) -> None:
+        self.function = propose
+
+    def session(self, prompt: Sequence[int]):
+        return ScriptedSession(self.function, list(prompt))
+
+
+class ScriptedSession:
+    def __init__(self, propose, ids: list[int]) -> None:
+        self.function, self.ids = propose, ids
+
+    def propose(self, budget: int) -> Draft:
+        draft = self.function(self.ids, budget)
+        assert len(self.ids) > 0
+        return draft
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        self.ids.extend(tokens)
+
+
+def chain(tokens) -> Draft:
+    return Draft(tuple(tokens), None, (0.5,) * len(tokens), "scripted")
+
+
+def wrong_drafter(seed: int = 0) -> Scripted:
+    """Random tokens, random lengths: never right but by luck."""
+    source = random.Random(seed)
+    return Scripted(lambda ids, budget: chain([source.randrange(VOCAB) for _ in range(source.randint(0, budget))]))
+
+
+def oracle(answer: Sequence[int], right: float = 1.0, seed: int = 0) -> Scripted:
+    """Proposes what will come, each token with some probability of being wrong."""
+    whole, source = [*PROMPT, *answer], random.Random(seed)
+
+    def propose(ids: list[int], budget: int) -> Draft:
+        tokens = whole[len(ids) : len(ids) + budget]
+        return chain([t if source.random() < right else (t + 1) % VOCAB for t in tokens])
+
+    return Scripted(propose)
+
+
+def branching(answer: Sequence[int], seed: int = 0) -> Scripted:
+    """A random tree with the right tokens hidden in random branches, siblings between them."""
+    whole, source = [*PROMPT, *answer], random.Random(seed)
+
+    def propose(ids: list[int], budget: int) -> Draft:
+        tokens: list[int] = []
+        parents: list[int] = []
+        depths: list[int] = []
+        while len(tokens) < min(2 * budget, 12):
+            parent = source.randrange(-1, len(tokens))
+            depth = 0 if parent < 0 else depths[parent] + 1
+            if depth >= budget:
+                continue
+            at = len(ids) + depth
+            known = whole[at] if at < len(whole) else 0
+            tokens.append(known if source.random() < 0.7 else source.randrange(VOCAB))
+            parents.append(parent)
+            depths.append(depth)
+        return Draft(tuple(tokens), tuple(parents), (0.5,) * len(tokens), "branching")
+
+    return Scripted(propose)
+
+
+def run(engine: Engine, params: SamplingParams, drafter=None, k: int = 0, prompt=PROMPT) -> list[Chunk]:
+    return list(engine.run(engine.request(prompt, params, drafter, k)))
+
+
+def ids(chunks: list[Chunk]) -> list[int]:
+    return [token.id for chunk in chunks for token in chunk.tokens]
+
+
+@pytest.fixture(scope="session")
+def engine(llama: NativeTarget) -> Engine:
+    return Engine(llama, byte_tokenizer())
+
+
+@pytest.fixture(scope="session", params=[torch.float32, torch.bfloat16], ids=str)
+def family_engine(request: pytest.FixtureRequest, family: str, reference: torch.nn.Module) -> Engine:
+    if request.param is torch.bfloat16 and "-" in family and family != "mistral-window":
+        pytest.skip("bf16 is run for one model of each family")
+    target = make_target(reference, request.param)
+    assert target.exactness == "bit-exact"
+    return Engine(target)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+def test_tokens_are_the_same_with_any_drafter_and_any_k(family_engine, params):
+    plain = ids(run(family_engine, params))
+    assert len(plain) == params.max_new_tokens
+    # A negative control of the comparison: another seed or prompt does change the text.
+    assert plain != ids(run(family_engine, params, prompt=PROMPT[:-1]))
+    drafters = [
+        NgramDrafter(max_ngram=3, min_ngram=1),
+        wrong_drafter(),
+        oracle(plain),
+        oracle(plain, right=0.7),
+        branching(plain),
+    ]
+    for k in range(9):
+        for drafter in drafters[k % 2 :: 2] if k else drafters:
+            chunks = run(family_engine, params, drafter, k)
+            assert ids(chunks) == plain, (drafter.name, k)
+            assert all(len(chunk.tokens) <= k + 1 for chunk in chunks)
+
+
+def test_seeds_differ_and_repeat(engine):
+    texts = [ids(run(engine, SamplingParams(max_new_tokens=20, temperature=1.0, seed=s))) for s in (1, 2, 1)]
+    assert texts[0] == texts[2] != texts[1]
+
+
+def test_zero_draft_tokens_is_plain_decoding(engine):
+    chunks = run(engine, GREEDY, NgramDrafter(), 0)
+    assert all(len(chunk.tokens) == 1 and chunk.record.drafted == 0 and chunk.record.drafter == "" for chunk in chunks)
+
+
+def test_a_right_draft_is_accepted_and_named(engine):
+    plain = ids(run(engine, GREEDY))
+    chunks = run(engine, GREEDY, oracle(plain), 5)
+    assert [len(chunk.tokens) for chunk in chunks] == [6] * 10
+    for chunk in chunks:
+        assert [token.drafter for token in chunk.tokens] == ["scripted"] * 5 + [None]
+        assert chunk.record.accepted == chunk.record.drafted == chunk.record.depth == 5
+        assert chunk.record.emitted == 6
+
+
+def test_wrong_drafts_change_nothing_but_the_work(engine):
+    never = Scripted(lambda ids, budget: chain([VOCAB - 1] * budget))
+    params = SamplingParams(max_new_tokens=60, logit_bias={VOCAB - 1: -torch.inf})
+    plain, drafted = run(engine, params), run(engine, params, never, 4)
+    assert ids(plain) == ids(drafted)
+    assert len(drafted) == len(plain)
+    assert all(chunk.record.accepted == 0 for chunk in drafted)
+    assert sum(chunk.record.rows for chunk in drafted) > sum(chunk.record.rows for chunk in plain)
+
+
+def test_drafts_never_outrun_the_limit(engine):
+    budgets = []
+
+    def propose(ids: list[int], budget: int) -> Draft:
+        budgets.append(budget)
+        return chain([0] * budget)
+
+    chunks = run(engine, SamplingParams(max_new_tokens=4, temperature=1.0), Scripted(propose), 8)
+    assert len(ids(chunks)) == 4
+    assert budgets[0] == 3
+    assert all(budget >= 1 for budget in budgets)
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 8])
+def test_stops_inside_a_block_as_plain_decoding_does(engine, k):
+    plain = ids(run(engine, GREEDY))
+    drafter = oracle(plain)
+    for place in range(0, 24, 5):
+        stop_id = plain[place]
+        first = plain.index(stop_id)
+        params = SamplingParams(max_new_tokens=60, stop_token_ids=(stop_id,))
+        chunks = run(engine, params, drafter, k)
+        assert ids(chunks) == plain[: first + 1]
+        assert chunks[-1].finish_reason == "stop"
+        assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_eos_ends_and_can_be_ignored_or_held_back(llama, k):
+    plain = ids(run(Engine(llama), GREEDY))
+    eos = plain[10]
+    first = plain.index(eos)
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_ids = frozenset([eos])
+    engine = Engine(llama, tokenizer)
+    ended = run(engine, GREEDY, oracle(plain), k)
+    assert (ids(ended), ended[-1].finish_reason) == (plain[: first + 1], "eos")
+    ignored = run(engine, SamplingParams(max_new_tokens=60, ignore_eos=True), oracle(plain), k)
+    assert (ids(ignored), ignored[-1].finish_reason) == (plain, "length")
+    held = SamplingParams(max_new_tokens=60, min_new_tokens=first + 3)
+    assert ids(run(engine, held)) == ids(run(engine, held, oracle(plain), k))
+    assert eos not in ids(run(engine, held, oracle(plain), k))[: first + 3]
+
+
+@pytest.mark.parametrize("k", [0, 2, 7])
+def test_stop_strings_across_tokens(engine, k):
+    """Every token is a byte here, so a stop string of three characters spans three tokens of a block."""
+    params = SamplingParams(max_new_tokens=60, logit_bias=dict.fromkeys(range(256, VOCAB), -torch.inf))
+    whole = run(engine, params)
+    plain, text = ids(whole), "".join(chunk.text for chunk in whole)
+    drafter = oracle(plain)
+    for place in range(3, 30, 4):
+        stop = text[place : place + 3]
+        if len(stop.encode()) != 3:
+            continue
+        at = text.index(stop)
+        limited = SamplingParams(max_new_tokens=60, logit_bias=params.logit_bias, stop=(stop, "never there"))
+        chunks = run(engine, limited, drafter, k)
+        assert "".join(chunk.text for chunk in chunks) == text[:at]
+        assert ids(chunks) == plain[: len(ids(chunks))]
+        assert chunks[-1].finish_reason == "stop"
+        assert ids(chunks) == ids(run(engine, limited)), "the same last token as plain decoding"
+
+
+@pytest.mark.parametrize("k", [0, 3, 8])
+def test_context_limit(llama, k):
+    target = make_target(make_reference("llama", num_hidden_layers=2), context_length=32)
+    engine = Engine(target)
+    chunks = run(engine, GREEDY, wrong_drafter(), k)
+    assert len(PROMPT) + len(ids(chunks)) == 32
+    assert chunks[-1].finish_reason == "context"
+    assert ids(chunks) == ids(run(Engine(llama), GREEDY))[:22]
+
+
+def test_three_sequences_in_a_round_are_three_alone(family_engine):
+    cases = [
+        (PROMPT, GREEDY, NgramDrafter(min_ngram=1), 3),
+        ([3] * 150, SamplingParams(max_new_tokens=25, temperature=0.8, seed=3), wrong_drafter(), 7),
+        ([5, 6], SamplingParams(max_new_tokens=40, temperature=1.0, top_k=30, seed=4), None, 0),
+    ]
+    alone = [ids(run(family_engine, params, drafter, k, prompt)) for prompt, params, drafter, k in cases]
+    cases[1] = (*cases[1][:2], wrong_drafter(), 7)
+    requests = [family_engine.request(*case) for case in cases]
+    found: list[list[int]] = [[], [], []]
+    while any(request.finish_reason is None for request in requests):
+        running = [i for i, request in enumerate(requests) if request.finish_reason is None]
+        for i, chunk in zip(running, family_engine.round([requests[i] for i in running]), strict=True):
+            found[i].extend(token.id for token in chunk.tokens)
+    assert found == alone
+
+
+def test_long_prompts_are_computed_in_bounded_calls(llama):
+    calls = []
+
+    class Counting:
+        def __getattr__(self, name):
+            return getattr(llama, name)
+
+        def forward(self, work, **options):
+            calls.append([len(w.tokens) for w in work])
+            return llama.forward(work, **options)
+
+    prompt = [i % VOCAB for i in range(300)]
+    engine = Engine(Counting())
+    requests = [engine.request(prompt, GREEDY), engine.request(prompt[:200], GREEDY)]
+    engine.round(requests)
+    assert calls == [[128, 128], [128], [44, 72]]
+    engine.round(requests)
+    assert calls[-1] == [1, 1]
+
+
+def test_a_cancelled_stream_leaves_the_engine_usable(engine):
+    plain = ids(run(engine, GREEDY))
+    stream = engine.run(engine.request(PROMPT, GREEDY, oracle(plain), 3))
+    next(stream)
+    stream.close()
+    assert ids(run(engine, GREEDY, oracle(plain), 3)) == plain
+
+
+def test_one_failing_request_leaves_the_others_alone(engine):
+    def explode(ids, logits):
+        if len(ids) > len(PROMPT) + 2:
+            raise RuntimeError("grammar")
+        return logits
+
+    plain = ids(run(engine, GREEDY))
+    bad_drafter = Scripted(lambda ids, budget: 1 / 0)
+    requests = [
+        engine.request(PROMPT, GREEDY, oracle(plain), 2),
+        engine.request(PROMPT, SamplingParams(processors=(explode,)), oracle(plain), 4),
+        engine.request(PROMPT, GREEDY, bad_drafter, 2),
+    ]
+    good, processor, drafter = engine.round(requests)
+    assert isinstance(good, Chunk)
+    assert isinstance(processor, RuntimeError)
+    assert isinstance(drafter, ZeroDivisionError)
+    rest = list(engine.run(requests[0]))
+    assert ids([good, *rest]) == plain
+
+
+def test_an_error_of_the_target_leaves_requests_as_they_were(llama, monkeypatch):
+    engine = Engine(llama)
+    plain = ids(run(engine, GREEDY))
+    request = engine.request(PROMPT, GREEDY, oracle(plain), 3)
+    (first,) = engine.round([request])
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeTarget, "forward", lambda *a, **k: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            engine.round([request])
+    assert ids([first, *engine.run(request)]) == plain
+
+
+def test_processors_are_not_called_beyond_the_end(engine):
+    plain = ids(run(engine, GREEDY))
+    stop_id = plain[5]
+    first = plain.index(stop_id)
+    seen = []
+
+    def watch(ids, logits):
+        seen.append(len(ids) - len(PROMPT))
+        return logits
+
+    params = SamplingParams(max_new_tokens=60, stop_token_ids=(stop_id,), processors=(watch,))
+    run(engine, params, oracle(plain), 8)
+    assert seen == list(range(first + 1))
+
+
+def test_records_add_up(engine):
+    plain = ids(run(engine, GREEDY))
+    chunks = run(engine, GREEDY, oracle(plain, right=0.6), 4)
+    emitted = 0
+    for chunk in chunks:
+        record = chunk.record
+        assert record.context == (len(PROMPT) + emitted - 1 if emitted else 0)
+        emitted += record.emitted
+        assert record.emitted == len(chunk.tokens) == record.accepted + 1
+        assert record.total_s >= record.draft_s + record.target_s + record.verify_s - 1e-6
+        assert min(record.draft_s, record.target_s, record.verify_s) >= 0
+    assert emitted == 60
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "error", "message"),
+    [
+        ([], {}, PromptError, "prompt: has no tokens"),
+        ([1] * 512, {}, PromptError, "512 tokens leave no room in the context of 512"),
+        ([VOCAB], {}, PromptError, r"token ids must be in 0\.\.319"),
+        ([-1], {}, PromptError, r"token ids must be in 0\.\.319"),
+        ([1], {"num_speculative_tokens": -1}, OptionError, "num_speculative_tokens=-1: must be 0"),
+    ],
+)
+def test_requests_that_cannot_run(engine, prompt, options, error, message):
+    with pytest.raises(error, match=message):
+        engine.request(prompt, GREEDY, NgramDrafter(), **options)
+
+
+def test_stop_strings_need_a_tokenizer(llama):
+    with pytest.raises(OptionError, match="use stop_token_ids"):
+        Engine(llama).request(PROMPT, SamplingParams(stop=("x",)))
