@@ -9,7 +9,7 @@ from conftest import COMMON, VOCAB, make_reference, make_target
 from sakiyomi.errors import CorruptModelError, UnsupportedModelError
 from sakiyomi.interfaces import Work
 from sakiyomi.targets import native
-from sakiyomi.targets.linear import Linear, can_pack, set_row_limits
+from sakiyomi.targets.linear import Linear, can_pack, padded_rows, set_row_limit
 from sakiyomi.targets.native import DecoderConfig, NativeTarget
 
 
@@ -167,19 +167,19 @@ def test_self_test_sees_rows_that_influence_each_other(monkeypatch):
     assert make_target(reference).exactness == "numerics"
 
 
-@pytest.mark.parametrize(("breaks_above", "limit"), [(128, 128), (127, 64), (40, 32), (8, 8), (7, 0)])
+@pytest.mark.parametrize(("breaks_above", "limit"), [(128, 128), (127, 96), (40, 32), (8, 8), (7, 0)])
 def test_row_limit_is_where_the_kernel_changes(monkeypatch, breaks_above, limit):
     def kernel(self: Linear, x: torch.Tensor) -> torch.Tensor:
         return x[:, :1] + (1e-3 * x.shape[0] if x.shape[0] > breaks_above else 0.0)
 
     monkeypatch.setattr(Linear, "run", kernel)
     linear = Linear(torch.ones(4, 4))
-    assert set_row_limits([linear], torch.float32) == (limit > 0)
+    assert set_row_limit([linear], torch.float32) == limit
     assert linear.row_limit == (limit or 128)
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("rows", [1, 2, 7, 32, 33, 65, 130])
+@pytest.mark.parametrize("rows", [2, 6, 32, 64, 256])
 def test_linear_for_any_number_of_rows(monkeypatch, packed, rows):
     if packed and not can_pack(torch.float32):
         pytest.skip("no packed kernels here")
@@ -192,6 +192,17 @@ def test_linear_for_any_number_of_rows(monkeypatch, packed, rows):
     linear.row_limit = 32
     y = torch.nn.functional.linear(x, weight, bias)
     torch.testing.assert_close(linear(x), y, rtol=1e-4, atol=1e-4)
+
+
+def test_linear_sees_rows_that_move(monkeypatch):
+    """Negative control: a row whose bits depend on its place must not pass."""
+    monkeypatch.setattr(Linear, "run", lambda self, x: x + torch.arange(x.shape[0])[:, None])
+    assert set_row_limit([Linear(torch.ones(4, 4))], torch.float32) == 0
+
+
+def test_padded_rows():
+    assert [padded_rows(n, 128) for n in (1, 2, 3, 5, 9, 33, 128, 129)] == [2, 2, 4, 6, 12, 48, 128, 256]
+    assert [padded_rows(n, 32) for n in (1, 31, 32, 33, 65)] == [2, 32, 32, 64, 96]
 
 
 def config(**changes: object) -> dict[str, object]:

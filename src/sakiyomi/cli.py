@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -12,9 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from sakiyomi.engine import Chunk
+    from sakiyomi.engine import Token
     from sakiyomi.llm import LLM, Prompt
     from sakiyomi.stats import Stats
 
@@ -48,17 +47,13 @@ def main() -> None:
     """Run the command line, and turn the errors that we know into one line and an exit status."""
     from sakiyomi.errors import OptionError, PromptError, SakiyomiError
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
     try:
         app()
     except SakiyomiError as error:
         print(f"sakiyomi: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, OptionError | PromptError) else 1)
-    except KeyboardInterrupt:
-        print("\nsakiyomi: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:  # the reader of a pipe went away: nothing is left to do
-        sys.stderr.close()
-        sys.exit(1)
 
 
 def _version(wanted: bool) -> None:
@@ -86,7 +81,7 @@ def generate(
     system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
     drafter: Annotated[str, typer.Option("--drafter", "-d", help="ngram, or none for plain decoding.")] = "ngram",
     num_speculative_tokens: Annotated[
-        int, typer.Option("--num-speculative-tokens", "-k", help="Tokens to draft in a round.")
+        int, typer.Option("--num-speculative-tokens", "-k", min=0, help="Tokens to draft in a round.")
     ] = 5,
     reference: Annotated[
         Path | None, typer.Option(help="A text file that the ngram drafter looks things up in too.")
@@ -110,6 +105,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Answer a prompt, streaming, reading ahead."""
+    from sakiyomi.errors import OptionError, PromptError
     from sakiyomi.sampling import SamplingParams
 
     params = SamplingParams(
@@ -126,19 +122,26 @@ def generate(
         ignore_eos=ignore_eos,
         seed=seed,
     )
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _read_stdin() if prompt == "-" else prompt
+    if not text:  # as a message it would be answered
+        raise PromptError("prompt: is empty; give at least one character")
+    looked_up = None if reference is None else _read_reference(reference, drafter)
     llm = _load(model, dtype, context_length, drafter, num_speculative_tokens)
-    if reference is not None:
-        llm.drafter = _reference_drafter(llm, drafter, reference)
+    if looked_up is not None:
+        from sakiyomi.drafters import NgramDrafter
+
+        llm.drafter = NgramDrafter(reference=llm.tokenizer.encode(looked_up, special=False))
     given: Prompt = text
     if not raw and llm.tokenizer.chat_template is not None:
         given = [{"role": "system", "content": system}] if system else []
         given = [*given, {"role": "user", "content": text}]
-    if not text:
-        given = ""  # an empty message would be answered; an empty prompt is an error
+    elif system:
+        raise OptionError(
+            f"--system {system!r}: needs the chat template, which {'--raw' if raw else model} goes without"
+        )
     if as_json:
         generation = llm.generate(given, params)
-        print(json.dumps(_generation_dict(generation), ensure_ascii=False))
+        print(json.dumps(_generation_dict(generation)))  # ASCII: valid in any encoding
         return
     measured = _stream(llm, given, params, show_drafts)
     if stats:
@@ -153,29 +156,26 @@ def _stream(llm: LLM, prompt: Prompt, params: Any, show_drafts: bool) -> Stats:
 
     from sakiyomi.stats import Stats
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console()
+    colour = console.color_system is not None and not console.no_color
     began, first, records = time.perf_counter(), 0.0, []
+    chunks = llm.stream(prompt, params)
     try:
-        for chunk in llm.stream(prompt, params):
+        for chunk in chunks:
             records.append(chunk.record)
             first = first or time.perf_counter() - began
-            if show_drafts:
-                _print_drafts(console, chunk)
-            else:
-                print(chunk.text, end="", flush=True)
+            text = "".join(_marked(token, colour) for token in chunk.tokens) if show_drafts else chunk.text
+            typer.echo(text, nl=False, color=True)  # color=False would take out escapes that the model wrote
     finally:
         print(flush=True)
     return Stats(tuple(records), first, time.perf_counter() - began)
 
 
-def _print_drafts(console: Console, chunk: Chunk) -> None:
-    for token in chunk.tokens:
-        if token.drafter is None or not token.text:
-            console.print(token.text, end="", markup=False)
-        elif console.color_system:
-            console.print(token.text, end="", style="green", markup=False)
-        else:
-            console.print(f"«{token.text}»", end="", markup=False)
+def _marked(token: Token, colour: bool) -> str:
+    """Return a token's text, marked if it was drafted."""
+    if token.drafter is None or not token.text:
+        return token.text
+    return typer.style(token.text, fg="green") if colour else f"«{token.text}»"
 
 
 def _print_stats(stats: Stats, exactness: str) -> None:
@@ -237,7 +237,7 @@ def bench(
     top_p: TopP = 1.0,
     min_p: MinP = 0.0,
     seed: Seed = 0,
-    repeats: Annotated[int, typer.Option(help="How many times each prompt is answered by each case.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="How many times each prompt is answered by each case.")] = 1,
     dtype: Dtype = "auto",
     context_length: ContextLength = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
@@ -246,6 +246,7 @@ def bench(
     """Measure plain decoding against drafters on a workload: interleaved, paired, output compared."""
     from rich.console import Console
 
+    from sakiyomi import drafters
     from sakiyomi.bench import report
     from sakiyomi.bench.runner import Candidate, run_benchmark
     from sakiyomi.bench.workload import builtin_workload, load_workload, select
@@ -256,12 +257,14 @@ def bench(
     )
     prompts = select(load_workload(workload) if workload else builtin_workload(), category, per_category)
     candidates = [Candidate(d, k) for d in drafter or ["ngram"] for k in num_speculative_tokens or [3, 5, 7]]
+    for candidate in candidates:
+        drafters.resolve(candidate.drafter)  # a wrong name should not cost the time of loading
     llm = _load(model, dtype, context_length, "none", 0)
     with _progress() as progress:
         result = run_benchmark(llm, prompts, candidates, params, repeats=repeats, seed=seed, progress=progress)
     facts = report.machine_facts(model=model, dtype=_dtype_name(llm), exactness=llm.exactness)
     if as_json:
-        print(json.dumps(report.as_dict(result, facts), ensure_ascii=False))
+        print(json.dumps(report.as_dict(result, facts)))
     elif markdown:
         print(report.markdown(result, facts))
     else:
@@ -294,17 +297,24 @@ def _load(model: str, dtype: str, context_length: int | None, drafter: str, num_
     )
 
 
-def _reference_drafter(llm: LLM, drafter: str, path: Path) -> Any:
-    from sakiyomi.drafters import NgramDrafter
+def _read_stdin() -> str:
+    from sakiyomi.errors import PromptError
+
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise PromptError(f"prompt -: standard input can't be read as text: {error}") from None
+
+
+def _read_reference(path: Path, drafter: str) -> str:
     from sakiyomi.errors import OptionError
 
     if drafter != "ngram":
         raise OptionError(f"--reference {path}: only the ngram drafter uses it; add --drafter ngram")
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"--reference {path}: can't be read as UTF-8 text: {error}") from None
-    return NgramDrafter(reference=llm.tokenizer.encode(text, special=False))
 
 
 def _dtype_name(llm: LLM) -> str:

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from sakiyomi.errors import CorruptModelError, UnsupportedModelError
 from sakiyomi.interfaces import Exactness, TargetOutput, Work
 from sakiyomi.targets.cache import KeyValues
-from sakiyomi.targets.linear import MAX_ROWS, Linear, set_row_limits
+from sakiyomi.targets.linear import MAX_ROWS, Linear, padded_rows, set_row_limit
 from sakiyomi.targets.rope import RopeTable, inverse_frequencies, rope_parameters
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
@@ -136,8 +136,9 @@ class NativeTarget:
             self._rope = RopeTable(frequencies, factor, dtype)
         linears = [linear for layer in self._layers for linear in layer.linears()] + [self._head]
         with torch.inference_mode():
-            invariant = set_row_limits(linears, dtype) and self._rows_are_invariant()
-        self.exactness: Exactness = "bit-exact" if invariant else "numerics"
+            limit = set_row_limit(linears, dtype)
+            self._row_limit = limit or MAX_ROWS
+            self.exactness: Exactness = "bit-exact" if limit and self._rows_are_invariant() else "numerics"
 
     @property
     def vocab_size(self) -> int:
@@ -165,15 +166,16 @@ class NativeTarget:
         rows = sum(part.rows for part in parts)
         ids = [token for part in parts for token in part.tokens]
         positions = [position for part in parts for position in part.positions]
-        if rows == 1:  # a second row keeps the linears on the kernels for several rows
-            ids, positions = ids * 2, positions * 2
+        padded = padded_rows(rows, self._row_limit)
+        ids += ids[-1:] * (padded - rows)
+        positions += positions[-1:] * (padded - rows)
         cos, sin = self._rope.at(positions)
         x = self._embedding.index_select(0, torch.tensor(ids)).to(self.dtype)
         hidden = {0: x} if 0 in hidden_layers else {}
         for i, layer in enumerate(self._layers):
             qkv = layer.qkv(self._rms_norm(x, layer.attention_norm))
             self._rotate(qkv, cos, sin, layer)
-            x = layer.output(_attend(parts, i, qkv)[: x.shape[0]]).add_(x)
+            x = layer.output(_attend(parts, i, qkv)).add_(x)
             gate, up = layer.gate_up(self._rms_norm(x, layer.mlp_norm)).chunk(2, 1)
             x = layer.down(F.silu(gate).mul_(up)).add_(x)
             if i + 1 in hidden_layers:
@@ -204,8 +206,9 @@ class NativeTarget:
         ends = list(accumulate(part.rows for part in parts))
         wanted = [r for part, end in zip(parts, ends, strict=True) for r in range(end - part.logit_rows, end)]
         if wanted:
-            if len(wanted) < x.shape[0]:
-                x = x.index_select(0, torch.tensor(wanted))
+            if len(wanted) < ends[-1]:
+                chosen = wanted + wanted[-1:] * (padded_rows(len(wanted), self._row_limit) - len(wanted))
+                x = x.index_select(0, torch.tensor(chosen))
             logits = self._head(self._rms_norm(x, self._norm))
         else:
             logits = x.new_empty(0, self.vocab_size)
@@ -238,12 +241,14 @@ class NativeTarget:
 
 
 def _attend(parts: list[_Part], layer: int, qkv: torch.Tensor) -> torch.Tensor:
-    """Return [rows, heads * head_dim], for a single part with more rows below, from rotated ``qkv``."""
+    """Return [padded rows, heads * head_dim] from rotated ``qkv``: [padded rows, (heads + 2 kv_heads) * head_dim]."""
     if len(parts) == 1:
-        return parts[0].attend(layer, qkv)
-    ends = list(accumulate(part.rows for part in parts))
-    split = qkv.tensor_split(ends[:-1])
-    return torch.cat([part.attend(layer, rows)[: part.rows] for part, rows in zip(parts, split, strict=True)])
+        attended = parts[0].attend(layer, qkv)
+    else:
+        split = qkv.tensor_split(list(accumulate(part.rows for part in parts)))
+        attended = torch.cat([part.attend(layer, rows)[: part.rows] for part, rows in zip(parts, split, strict=False)])
+    missing = qkv.shape[0] - attended.shape[0]
+    return attended[: qkv.shape[0]] if missing <= 0 else F.pad(attended, (0, 0, 0, missing))
 
 
 class _Part:

@@ -1,0 +1,166 @@
+"""The default model: real weights, natural prompts, the public object."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from sakiyomi import LLM, NgramDrafter, OptionError, PromptError, SamplingParams, load
+from sakiyomi.bench.workload import Prompt, builtin_workload, select
+from sakiyomi.interfaces import Draft, Work
+from sakiyomi.models import open_weights, read_config, resolve
+from sakiyomi.targets.linear import can_pack
+from sakiyomi.targets.native import DecoderConfig, NativeTarget
+
+pytestmark = pytest.mark.model
+PASSAGE = select(builtin_workload(), ["summarising"], 1)[0].messages[-1]["content"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _all_threads() -> Iterator[None]:
+    """The real model runs as users run it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def llm(_all_threads: None) -> LLM:
+    return load("smollm2-135m", progress=False)
+
+
+class RandomDrafter:
+    """Proposes tokens at random: wrong, and confident."""
+
+    name = "random"
+
+    def __init__(self, vocab_size: int) -> None:
+        self.source, self.vocab_size = random.Random(0), vocab_size
+
+    def session(self, prompt):
+        return self
+
+    def propose(self, budget: int) -> Draft:
+        return Draft(
+            tuple(self.source.randrange(self.vocab_size) for _ in range(budget)), None, (1.0,) * budget, "random"
+        )
+
+    def observe(self, tokens) -> None:
+        pass
+
+
+def test_is_bit_exact(llm):
+    if not can_pack(llm.target.dtype):
+        pytest.skip("no packed kernels on this processor")
+    assert llm.exactness == "bit-exact"
+
+
+@pytest.mark.parametrize("prompt", select(builtin_workload(), per_category=1), ids=lambda prompt: prompt.id)
+def test_natural_prompts_give_the_same_tokens(llm: LLM, prompt: Prompt):
+    for params, ks in (
+        (SamplingParams(max_new_tokens=128, ignore_eos=True), (2, 5, 8)),
+        (SamplingParams(max_new_tokens=128, temperature=0.8, top_p=0.95, seed=7, ignore_eos=True), (4,)),
+    ):
+        plain = llm.generate(prompt.input, params, drafter=None)
+        assert len(plain.token_ids) == 128
+        for k in ks:
+            drafted = llm.generate(prompt.input, params, drafter="ngram", num_speculative_tokens=k)
+            assert drafted.token_ids == plain.token_ids, k
+            assert drafted.text == plain.text
+            assert drafted.stats.drafted > 0
+
+
+def test_wrong_drafts_change_nothing(llm):
+    params = SamplingParams(max_new_tokens=128, temperature=1.0, seed=1, ignore_eos=True)
+    plain = llm.generate(PASSAGE, params, drafter=None)
+    wrong = llm.generate(PASSAGE, params, drafter=RandomDrafter(llm.target.vocab_size), num_speculative_tokens=6)
+    assert wrong.token_ids == plain.token_ids
+    assert wrong.stats.acceptance_rate == pytest.approx(0, abs=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_are_those_of_transformers(llm, dtype):
+    import transformers
+
+    folder = resolve("smollm2-135m", progress=False)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    target = NativeTarget(DecoderConfig.from_huggingface(read_config(folder)), open_weights(folder), dtype)
+    ids = llm.tokenizer.encode(PASSAGE)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([ids])).logits[0].float()
+    sequence = target.new_sequence()
+    found = torch.cat(
+        [
+            target.forward([Work(sequence, ids[i : i + 128], None, len(ids[i : i + 128]))])[0].logits
+            for i in (0, 128, 256)
+        ]
+    ).float()[: len(ids)]
+    error = (found - expected).abs().max() / expected.std()
+    chosen = found.argmax(-1)
+    gap = (expected.max(-1).values - expected.gather(1, chosen[:, None])[:, 0]) / expected.std()
+    if dtype is torch.float32:
+        assert float(error) < 1e-3
+        assert bool((chosen == expected.argmax(-1)).all())
+    else:  # both round to eight bits, each in its own places: they may only differ where two tokens nearly tie
+        assert float(error) < 0.15
+        assert float(gap.max()) < 0.1
+        assert float((chosen == expected.argmax(-1)).float().mean()) > 0.95
+
+
+def test_generate_folds_stream(llm):
+    params = SamplingParams(max_new_tokens=40)
+    chunks = list(llm.stream(PASSAGE, params))
+    whole = llm.generate(PASSAGE, params)
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert tuple(i for chunk in chunks for i in chunk.token_ids) == whole.token_ids
+    assert chunks[-1].finish_reason == whole.finish_reason == "length"
+    assert whole.stats.tokens == 40
+    assert 0 < whole.stats.ttft_s < whole.stats.total_s
+    assert llm.tokenizer.decode(whole.token_ids) == whole.text
+
+
+def test_text_ids_and_messages(llm):
+    params = SamplingParams(max_new_tokens=8)
+    text = llm.generate("The capital of France is", params)
+    assert "Paris" in text.text
+    assert llm.generate(list(text.prompt_token_ids), params).token_ids == text.token_ids
+    chat = llm.generate([{"role": "user", "content": "What is the capital of France?"}], params)
+    assert "Paris" in chat.text
+    assert len(chat.prompt_token_ids) > len(text.prompt_token_ids)
+
+
+def test_options_of_a_call_override_those_of_the_object(llm):
+    params = SamplingParams(max_new_tokens=16)
+    text = "one two three one two three one two three one two"
+    assert llm.generate(text, params).stats.drafted > 0
+    assert llm.generate(text, params, drafter=None).stats.drafted == 0
+    assert llm.generate(text, params, num_speculative_tokens=0).stats.drafted == 0
+    assert max(r.drafted for r in llm.generate(text, params, num_speculative_tokens=2).stats.records) == 2
+    own = NgramDrafter(reference=llm.tokenizer.encode("The sun is a star of the main sequence."))
+    assert llm.generate("The sun is", params, drafter=own).stats.drafted > 0
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda llm: llm.stream(""), PromptError, "prompt: is empty"),
+        (lambda llm: llm.stream([]), PromptError, "messages: the list is empty"),
+        (lambda llm: llm.stream("x", drafter="ngrm"), OptionError, "drafter='ngrm': must be one of ngram, none"),
+        (lambda llm: llm.stream("x", num_speculative_tokens=-2), OptionError, "num_speculative_tokens=-2"),
+        (lambda llm: llm.stream("word " * 9000), PromptError, "9000 tokens leave no room|tokens leave no room"),
+        (lambda llm: load("smollm2-135m", dtype="fp16"), OptionError, "dtype='fp16': must be one of auto, bf16, fp32"),
+        (
+            lambda llm: load("smollm2-135m", context_length=9999),
+            OptionError,
+            r"context_length=9999: must be in 2\.\.8192",
+        ),
+        (lambda llm: load("smollm2-135m", drafter="eagle9"), OptionError, "drafter='eagle9'"),
+    ],
+)
+def test_bad_input_is_met_before_any_work(llm, call, error, message):
+    with pytest.raises(error, match=message):
+        call(llm)
