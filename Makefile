@@ -6,21 +6,25 @@ STAMP := $(VENV)/.installed
 
 .PHONY: demo test check bench clean
 
-demo: $(STAMP)  ## Run the main job on real weights: the same text, plain and reading ahead.
-	$(BIN)/python benchmarks/demo.py
+demo: $(STAMP)  ## Answer a prompt on real weights, drafts in green; then plain against drafted, measured.
+	$(BIN)/sakiyomi generate --show-drafts --stats -n 160 \
+	  "Repeat this list, with every 'red' changed to 'blue': red apple, red car, red house, green tree, red boat, red apple pie."
+	$(BIN)/sakiyomi bench --per-category 1 -n 96 -k 5
 
 test: check  ## Every check: style, types, tests.
 	$(BIN)/python -m pytest
 
-check: $(STAMP)
+check: $(STAMP)  ## Style and types.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## The measured figures of the README (several minutes).
+bench: $(STAMP)  ## The measured figures of the README (about ten minutes).
 	$(BIN)/python benchmarks/forward.py
-	$(BIN)/sakiyomi bench
+	$(BIN)/python benchmarks/memory.py
+	$(BIN)/sakiyomi bench --repeats 3
 
+# torch comes first and pinned: a bare requirement may bring builds for accelerators that nobody here uses.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch

@@ -81,7 +81,7 @@ def generate(
     system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
     drafter: Annotated[str, typer.Option("--drafter", "-d", help="ngram, or none for plain decoding.")] = "ngram",
     num_speculative_tokens: Annotated[
-        int, typer.Option("--num-speculative-tokens", "-k", min=0, help="Tokens to draft in a round.")
+        int, typer.Option("--num-speculative-tokens", "-k", help="Tokens to draft in a round.")
     ] = 5,
     reference: Annotated[
         Path | None, typer.Option(help="A text file that the ngram drafter looks things up in too.")
@@ -156,8 +156,8 @@ def _stream(llm: LLM, prompt: Prompt, params: Any, show_drafts: bool) -> Stats:
 
     from sakiyomi.stats import Stats
 
-    console = Console()
-    colour = console.color_system is not None and not console.no_color
+    console = Console()  # to be asked only: printing, it would change the text
+    colour = console.color_system not in (None, "windows") and not console.no_color
     began, first, records = time.perf_counter(), 0.0, []
     chunks = llm.stream(prompt, params)
     try:
@@ -165,7 +165,7 @@ def _stream(llm: LLM, prompt: Prompt, params: Any, show_drafts: bool) -> Stats:
             records.append(chunk.record)
             first = first or time.perf_counter() - began
             text = "".join(_marked(token, colour) for token in chunk.tokens) if show_drafts else chunk.text
-            typer.echo(text, nl=False, color=True)  # color=False would take out escapes that the model wrote
+            print(text, end="", flush=True)
     finally:
         print(flush=True)
     return Stats(tuple(records), first, time.perf_counter() - began)
@@ -237,7 +237,7 @@ def bench(
     top_p: TopP = 1.0,
     min_p: MinP = 0.0,
     seed: Seed = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="How many times each prompt is answered by each case.")] = 1,
+    repeats: Annotated[int, typer.Option(help="How many times each prompt is answered by each case.")] = 1,
     dtype: Dtype = "auto",
     context_length: ContextLength = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,

@@ -97,8 +97,8 @@ class TextStream:
     """Turns token ids into text as they come, and watches for stop strings.
 
     Text is released as soon as it can't change any more: an unfinished character and text that may be the beginning
-    of a stop string are held back. The text released is what decoding all ids at once gives; an exception are
-    tokenizers that decode a valid run of byte tokens otherwise once an invalid byte follows it.
+    of a stop string are held back. Together it is what decoding all ids at once gives, but for tokenizers that decode
+    a run of byte tokens to something else once an invalid byte follows.
     """
 
     _WINDOW = 32  # tokens that are decoded again with every new one; more while no character is complete
@@ -145,7 +145,7 @@ class TextStream:
         self._seen = seen
         ends = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
         if ends:
-            self.stopped, self._held = True, ""
+            self.stopped = True
             return text[: min(ends)]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]

@@ -1,0 +1,536 @@
+"""The command line: what it prints and where, its exit status, and errors in one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import sakiyomi
+from conftest import byte_tokenizer
+from sakiyomi import cli
+from sakiyomi.llm import LLM
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+PROMPT = "Repeat after me: the cat sat on the mat. The cat sat on the mat. The cat"
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}[assistant]"
+
+run = CliRunner().invoke
+
+
+@pytest.fixture(scope="module")
+def llm(llama) -> LLM:
+    """A tiny random model: it writes nonsense, the same nonsense each time."""
+    return LLM(llama, byte_tokenizer(template=TEMPLATE))
+
+
+def loads(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    """Let the commands use a model that is loaded already, with the defaults they ask for."""
+
+    def load(model, dtype, context_length, drafter, num_speculative_tokens):
+        return LLM(llm.target, llm.tokenizer, drafter=drafter, num_speculative_tokens=num_speculative_tokens)
+
+    monkeypatch.setattr(cli, "_load", load)
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> LLM:
+    loads(monkeypatch, llm)
+    return llm
+
+
+@pytest.fixture
+def never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_):
+        raise AssertionError("a mistake that is visible at once should not cost the time of loading")
+
+    monkeypatch.setattr("sakiyomi.llm.load", load)
+
+
+def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Run ``main`` as the installed command does and return the exit status, standard output and standard error."""
+    monkeypatch.setattr(sys, "argv", ["sakiyomi", *arguments])
+    with pytest.raises(SystemExit) as exited:
+        cli.main()
+    captured = capsys.readouterr()
+    return int(exited.value.code or 0), captured.out, captured.err
+
+
+def test_help_prints_at_once_and_without_the_heavy_imports():
+    """All in one process: each --help must print whole option names, and torch must not be touched in the end."""
+    code = """
+    import sys
+    from typer.testing import CliRunner
+    from sakiyomi import cli
+    for command in ([], ["generate"], ["bench"], ["models"]):
+        for flag in ("--help", "-h"):
+            result = CliRunner().invoke(cli.app, [*command, flag])
+            assert result.exit_code == 0, result
+            assert "Usage: " in result.stdout, result.stdout
+            assert not command or all(option in result.stdout for option in OPTIONS[command[0]])
+    result = CliRunner().invoke(cli.app, ["--version"])
+    assert result.exit_code == 0
+    print(result.stdout.strip())
+    print([name for name in ("torch", "transformers", "numpy", "sakiyomi.llm") if name in sys.modules])
+    """
+    options = {
+        "generate": [
+            "--model",
+            "--drafter",
+            "--num-speculative-tokens",
+            "--top-p",
+            "--show-drafts",
+            "--json",
+        ],
+        "bench": ["--workload", "--category", "--repeats", "--markdown", "--json"],
+        "models": ["--help"],
+    }
+    code = f"OPTIONS = {options}\n" + textwrap.dedent(code)
+    environment = {**os.environ, "COLUMNS": "80"}  # not fewer, or rich shortens the names
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.splitlines() == [f"sakiyomi {sakiyomi.__version__}", "[]"]
+
+
+def test_without_arguments_the_help_is_shown():
+    assert "Usage: " in run(cli.app, []).output
+
+
+def test_models_lists_the_names(monkeypatch, tmp_path):
+    monkeypatch.setenv("SAKIYOMI_CACHE", str(tmp_path))
+    result = run(cli.app, ["models"])
+    assert result.exit_code == 0
+    assert "smollm2-135m" in result.stdout
+    assert f"cache: {tmp_path}" in result.stdout
+
+
+@pytest.mark.usefixtures("never_loaded")
+@pytest.mark.parametrize(
+    ("line", "status", "message"),
+    [
+        ("generate x --top-p 0", 2, "top_p=0.0: must be above 0"),
+        ("generate x -n 0", 2, "max_new_tokens=0: must be at least 1"),
+        ("generate x --temperature -1", 2, "temperature=-1.0: must be 0"),
+        ("generate x --stop ''", 2, "stop="),
+        ("generate ''", 2, "prompt: is empty"),
+        ("generate '' --raw --json", 2, "prompt: is empty"),
+        ("generate x --reference no-such-file.txt", 2, "--reference no-such-file.txt: can't be read"),
+        ("generate x --reference a.txt -d none", 2, "--reference a.txt: only the ngram drafter"),
+        ("bench --top-p 0", 2, "top_p=0.0: must be above 0"),
+        ("bench -k 0", 2, "num_speculative_tokens=0: must be at least 1"),
+        ("bench -d ngramm", 2, "drafter='ngramm': must be one of ngram, none"),
+        ("bench --workload no-such-file.jsonl", 2, "workload no-such-file.jsonl: can't be read"),
+        ("bench --category nonsense", 2, "category 'nonsense': not in this workload; there are chat"),
+        ("bench --per-category 0", 2, "per_category=0: must be at least 1"),
+    ],
+)
+def test_a_value_that_cannot_work_is_one_line(monkeypatch, capsys, line, status, message):
+    found, out, err = main(monkeypatch, capsys, *shlex.split(line))
+    assert found == status
+    assert err.startswith("sakiyomi: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "message"),
+    [
+        ("generate x -d ngramm", 2, "drafter='ngramm': must be one of ngram, none"),
+        ("generate x --dtype fp8", 2, "dtype='fp8': must be one of auto, bf16, fp32"),
+        ("generate x -m no-such-file.gguf", 1, "'no-such-file.gguf'"),
+        ("generate x -m no-such-folder", 1, "'no-such-folder'"),
+        ("bench -m no-such-file.gguf", 1, "'no-such-file.gguf'"),
+    ],
+)
+def test_what_loading_refuses_is_one_line(monkeypatch, capsys, line, status, message):
+    found, out, err = main(monkeypatch, capsys, *shlex.split(line))
+    assert found == status
+    assert err.startswith("sakiyomi: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("generate x -k -1", "num_speculative_tokens=-1: must be 0 (plain decoding) or more"),
+        ("generate x -d ngramm", "drafter='ngramm': must be one of ngram, none"),
+        ("bench --repeats 0", "repeats=0: must be at least 1"),
+        (f"generate {'x' * 600}", "leave no room in the context of 512"),
+    ],
+)
+def test_what_the_model_refuses_is_one_line(monkeypatch, capsys, line, message):
+    status, out, err = main(monkeypatch, capsys, *line.split())
+    assert (status, out) == (2, "")
+    assert err.strip().startswith("sakiyomi: ")
+    assert message in err
+    assert err.strip().count("\n") == 0
+
+
+@pytest.mark.usefixtures("never_loaded")
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("generate x --top-q 1", "--top-q"),
+        ("generate x -n many", "--max-new-tokens"),
+        ("generate", "prompt"),
+        ("generate x y", "y"),
+        ("benhc", "benhc"),
+    ],
+)
+def test_a_command_line_that_cannot_be_parsed_names_its_mistake(monkeypatch, capsys, line, named):
+    status, out, err = main(monkeypatch, capsys, *shlex.split(line))
+    assert status == 2
+    assert named in ANSI.sub("", err)
+    assert "Traceback" not in err
+    assert out == ""
+
+
+def test_a_mistake_costs_no_traceback_in_a_process_of_its_own():
+    command = [sys.executable, "-m", "sakiyomi.cli", "generate", "x", "--top-p", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("sakiyomi: top_p=0.0: must be")
+    assert done.stderr.count("\n") == 1
+
+
+def test_generate_prints_what_the_library_gives(loaded):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPT}]
+    params = sakiyomi.SamplingParams(max_new_tokens=40)
+    result = run(cli.app, ["generate", PROMPT, "--system", "Be brief.", "-n", "40"])
+    assert result.exit_code == 0
+    assert result.stdout == loaded.generate(messages, params).text + "\n"
+    assert result.stderr == ""
+    raw = run(cli.app, ["generate", PROMPT, "--raw", "-n", "40"])
+    assert raw.stdout == loaded.generate(PROMPT, params).text + "\n"
+    assert raw.stdout != result.stdout
+
+
+@pytest.mark.usefixtures("loaded")
+def test_generate_prints_the_same_with_any_drafter():
+    plain = run(cli.app, ["generate", PROMPT, "-n", "60", "-d", "none"])
+    assert len(plain.stdout) > 30
+    for more in (["-k", "1"], ["-k", "9"], ["-k", "0"], ["--show-drafts", "-k", "0"]):
+        assert run(cli.app, ["generate", PROMPT, "-n", "60", *more]).stdout == plain.stdout
+
+
+@pytest.mark.usefixtures("loaded")
+def test_options_reach_the_parameters(monkeypatch):
+    seen = []
+    monkeypatch.setattr(LLM, "generate", lambda self, prompt, params: seen.append(params) or pytest.skip.Exception)
+    given = {
+        "max_new_tokens": 7,
+        "temperature": 0.5,
+        "top_k": 4,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.25,
+        "frequency_penalty": 0.75,
+        "min_new_tokens": 3,
+        "seed": 5,
+    }
+    options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    run(cli.app, ["generate", "x", *options, "--stop", "a", "--stop", "b", "--ignore-eos", "--json"])
+    assert seen == [sakiyomi.SamplingParams(**given, stop=("a", "b"), ignore_eos=True)]
+
+
+def test_json_is_one_object(loaded):
+    result = run(cli.app, ["generate", PROMPT, "--raw", "-n", "30", "--json"])
+    found = json.loads(result.stdout)
+    generation = loaded.generate(PROMPT, sakiyomi.SamplingParams(max_new_tokens=30))
+    assert found["text"] == generation.text
+    assert found["token_ids"] == list(generation.token_ids)
+    assert found["finish_reason"] == "length"
+    assert found["prompt_tokens"] == len(PROMPT)
+    assert found["exactness"] == loaded.exactness
+    assert found["stats"]["tokens"] == 30
+    assert result.stdout.isascii()  # so that it is valid whatever the encoding of the terminal or pipe
+    assert result.stderr == ""
+
+
+@pytest.mark.usefixtures("loaded")
+def test_stats_go_to_standard_error():
+    plain = run(cli.app, ["generate", PROMPT, "-n", "30"])
+    result = run(cli.app, ["generate", PROMPT, "-n", "30", "--stats"])
+    assert result.stdout == plain.stdout
+    for name in ("tokens per target call", "acceptance rate", "time to first token", "exactness"):
+        assert name in result.stderr
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("line", ["generate x --stats -n 1", "generate x --stats -n 5 -d none"])
+def test_stats_of_what_was_not_drafted(line):
+    result = run(cli.app, shlex.split(line))
+    assert result.exit_code == 0
+    assert "– of 0 drafted" in result.stderr
+
+
+@pytest.fixture
+def drafted(loaded: LLM, tmp_path: Path) -> tuple[list[str], str, str]:
+    """A command whose drafts are often right, its text, and the same with «» around accepted draft tokens."""
+    params = sakiyomi.SamplingParams(max_new_tokens=60)
+    text = loaded.generate(PROMPT, params).text
+    reference = tmp_path / "answer.txt"
+    reference.write_text(PROMPT + text, encoding="utf-8")
+    drafter = sakiyomi.NgramDrafter(reference=loaded.encode(PROMPT + text))
+    tokens = [token for chunk in loaded.stream(PROMPT, params, drafter=drafter) for token in chunk.tokens]
+    assert sum(bool(token.drafter and token.text) for token in tokens) > 5
+    assert sum(not token.drafter for token in tokens) > 5
+    marked = "".join(f"«{token.text}»" if token.drafter and token.text else token.text for token in tokens)
+    return ["generate", PROMPT, "--raw", "-n", "60", "--reference", str(reference)], text, marked
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
+    """Let rich believe that standard output is a terminal with colours."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm-256color", **environment}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_drafts_are_marked_in_a_pipe(drafted):
+    command, text, marked = drafted
+    assert run(cli.app, [*command, "--show-drafts"]).stdout == marked + "\n"
+    assert run(cli.app, command).stdout == text + "\n"
+
+
+def test_drafts_are_coloured_on_a_terminal(monkeypatch, drafted):
+    terminal(monkeypatch)
+    command, text, marked = drafted
+    shown = run(cli.app, [*command, "--show-drafts"], color=True).stdout
+    assert shown == marked.replace("«", "\x1b[32m").replace("»", "\x1b[0m") + "\n"
+    assert run(cli.app, command, color=True).stdout == text + "\n"
+
+
+def test_drafts_are_marked_where_colour_is_not_wanted(monkeypatch, drafted):
+    terminal(monkeypatch, NO_COLOR="1")
+    command, _, marked = drafted
+    assert run(cli.app, [*command, "--show-drafts"], color=True).stdout == marked + "\n"
+
+
+@pytest.mark.parametrize("colour", [False, True])
+def test_text_is_printed_as_it_is(monkeypatch, loaded, colour):
+    """No markup, no emoji names, no tabs made spaces, no lines broken: neither plain nor with drafts shown."""
+    if colour:
+        terminal(monkeypatch)
+    text = "[bold]x[/bold] :smile:\ta\r\n\x1b[1m\x07 <b> " + "long " * 100
+    chunks = list(loaded.stream("x", sakiyomi.SamplingParams(max_new_tokens=1)))
+    token = sakiyomi.Token(1, text, None)
+    chunk = sakiyomi.Chunk((token, token), "length", chunks[0].record)
+    monkeypatch.setattr(LLM, "stream", lambda *_: iter([chunk]))
+    for more in ([], ["--show-drafts"]):
+        result = run(cli.app, ["generate", "x", *more], color=colour)
+        assert result.stdout_bytes.decode() == text * 2 + "\n"
+    drafted = sakiyomi.Chunk((sakiyomi.Token(1, text, "ngram"),), "length", chunks[0].record)
+    monkeypatch.setattr(LLM, "stream", lambda *_: iter([drafted]))
+    assert text in run(cli.app, ["generate", "x", "--show-drafts"], color=colour).stdout_bytes.decode()
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_dash_reads_standard_input():
+    given = run(cli.app, ["generate", "日本 🎉", "-n", "20"])
+    read = run(cli.app, ["generate", "-", "-n", "20"], input="日本 🎉")
+    assert read.exit_code == 0
+    assert read.stdout == given.stdout
+
+
+@pytest.mark.usefixtures("never_loaded")
+@pytest.mark.parametrize(("given", "message"), [(b"", "is empty"), (b"a\xff", "standard input can't be read as text")])
+def test_standard_input_that_is_no_prompt(given, message):
+    result = run(cli.app, ["generate", "-"], input=given)
+    assert isinstance(result.exception, sakiyomi.PromptError)
+    assert message in str(result.exception)
+
+
+def test_an_argument_that_is_not_utf8_is_one_line(monkeypatch, capsys, loaded):
+    """Python hands such bytes over as halves of surrogate pairs."""
+    status, out, err = main(monkeypatch, capsys, "generate", "a\udcffb")
+    assert (status, out) == (2, "")
+    assert "prompt: isn't valid Unicode text" in err
+
+
+def test_what_the_terminal_cannot_show_is_replaced(monkeypatch, loaded):
+    token = sakiyomi.Token(1, "a日b", None)
+    record = next(loaded.stream("x")).record
+    monkeypatch.setattr(LLM, "stream", lambda *_: iter([sakiyomi.Chunk((token,), "length", record)]))
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    monkeypatch.setattr(sys, "argv", ["sakiyomi", "generate", "x"])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    assert raw.getvalue() == b"a?b\n"
+
+
+def test_reference_text_is_looked_up(loaded, tmp_path):
+    """A reference that holds the answer gives accepted drafts, and the same text."""
+    arguments = ["generate", "x", "--raw", "-n", "40", "--json"]
+    plain = json.loads(run(cli.app, [*arguments, "-d", "none"]).stdout)
+    file = tmp_path / "reference.txt"
+    file.write_text("x" + plain["text"], encoding="utf-8")
+    found = json.loads(run(cli.app, [*arguments, "--reference", str(file)]).stdout)
+    without = json.loads(run(cli.app, arguments).stdout)
+    assert found["token_ids"] == without["token_ids"] == plain["token_ids"]
+    assert found["stats"]["target_calls"] < without["stats"]["target_calls"]
+
+
+def test_reference_that_is_not_text_is_named(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "picture.txt"
+    file.write_bytes(b"\xff\xd8\xff")
+    status, _, err = main(monkeypatch, capsys, "generate", "x", "--reference", str(file))
+    assert status == 2
+    assert f"--reference {file}: can't be read as UTF-8 text" in err
+
+
+def test_system_message_that_would_be_ignored_is_an_error(monkeypatch, capsys, loaded, llama):
+    status, out, err = main(monkeypatch, capsys, "generate", "x", "--system", "Be brief.", "--raw")
+    assert (status, out) == (2, "")
+    assert "--system 'Be brief.': needs the chat template" in err
+    loads(monkeypatch, LLM(llama, byte_tokenizer()))
+    status, out, err = main(monkeypatch, capsys, "generate", "x", "--system", "Be brief.")
+    assert (status, out) == (2, "")
+    assert "needs the chat template" in err
+
+
+def test_a_model_without_a_chat_template_continues_the_text(monkeypatch, loaded, llama):
+    raw = run(cli.app, ["generate", "x", "--raw", "-n", "20"]).stdout
+    loads(monkeypatch, LLM(llama, byte_tokenizer()))
+    assert run(cli.app, ["generate", "x", "-n", "20"]).stdout == raw
+
+
+def test_an_error_on_the_way_leaves_the_text_on_lines_of_its_own(monkeypatch, capsys, loaded):
+    record = next(loaded.stream("x")).record
+
+    def stream(*_):
+        yield sakiyomi.Chunk((sakiyomi.Token(1, "begun", None),), None, record)
+        raise sakiyomi.OptionError("processors leave no token possible")
+
+    monkeypatch.setattr(LLM, "stream", stream)
+    assert main(monkeypatch, capsys, "generate", "x") == (
+        2,
+        "begun\n",
+        "sakiyomi: processors leave no token possible\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(KeyboardInterrupt(), 130), (BrokenPipeError(32, "Broken pipe"), 1)],
+    ids=["interrupted", "the reader of the pipe went away"],
+)
+def test_an_end_that_the_user_wanted_is_quiet(monkeypatch, capsys, loaded, error, status):
+    def stream(*_):
+        raise error
+        yield
+
+    monkeypatch.setattr(LLM, "stream", stream)
+    stdout, stderr = sys.stdout, sys.stderr
+    found, _, err = main(monkeypatch, capsys, "generate", "x")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert (found, err) == (status, "")
+
+
+@pytest.fixture
+def workload(tmp_path):
+    lines = [{"prompt": "abcabcabcabc", "id": "a", "category": "x"}, {"prompt": "the cat sat", "id": "b"}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.usefixtures("loaded")
+def test_bench_compares_every_candidate_with_plain(workload):
+    result = run(
+        cli.app, ["bench", "--workload", workload, *["-n", "12", "-k", "2", "-k", "4", "--repeats", "2", "--json"]]
+    )
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert found["differences"] == found["skipped"] == []
+    assert [each["num_speculative_tokens"] for each in found["candidates"]] == [2, 4]
+    assert found["params"]["max_new_tokens"] == 12
+    assert len(found["measurements"]) == 2 * 2 * 3
+    assert found["machine"]["model"] == "smollm2-135m"
+    assert found["machine"]["dtype"] == "float32"
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("form", [[], ["--markdown"]], ids=["table", "markdown"])
+def test_bench_prints_a_table(workload, form):
+    result = run(cli.app, ["bench", "--workload", workload, "-n", "6", "-k", "2", "--category", "x", *form])
+    assert result.exit_code == 0
+    for part in ("plain", "ngram k=2", "Same output", "1 prompts"):
+        assert part in " ".join(result.stdout.split())
+    assert ("| x | plain |" in result.stdout or "| all prompts | plain |" in result.stdout) == bool(form)
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize(("what", "status"), [("partial", 130), ("differences", 1)])
+def test_bench_that_failed_says_so_in_its_exit_status(monkeypatch, workload, what, status):
+    """A script must notice output that differs, and a run that was interrupted."""
+    from dataclasses import replace
+
+    from sakiyomi.bench import runner
+
+    original = runner.run_benchmark
+    value = {"partial": True, "differences": (runner.Difference("a", "ngram k=2", 0, 3, 5, 6),)}[what]
+    monkeypatch.setattr(
+        runner, "run_benchmark", lambda *args, **options: replace(original(*args, **options), **{what: value})
+    )
+    result = run(cli.app, ["bench", "--workload", workload, "-n", "4", "-k", "2", "--json"])
+    assert result.exit_code == status
+    assert json.loads(result.stdout)[what]
+
+
+@pytest.fixture(scope="module")
+def default_model() -> LLM:
+    return sakiyomi.load("smollm2-135m", progress=False)
+
+
+@pytest.mark.model
+def test_default_model_writes_the_same_with_drafts(monkeypatch, default_model):
+    loads(monkeypatch, default_model)
+    arguments = ["generate", PROMPT, "-n", "40"]
+    plain = run(cli.app, [*arguments, "-d", "none"])
+    assert run(cli.app, arguments).stdout == plain.stdout
+    assert len(plain.stdout.split()) > 5
+    shown = run(cli.app, [*arguments, "--show-drafts", "--stats"])
+    assert "«" in shown.stdout
+    assert re.sub("[«»]", "", shown.stdout) == plain.stdout
+    assert "acceptance rate" in shown.stderr
+    found = json.loads(run(cli.app, [*arguments, "--json"]).stdout)
+    assert found["text"] + "\n" == plain.stdout
+    assert default_model.tokenizer.decode(found["token_ids"]) == found["text"]
+    assert found["stats"]["accepted"] > 0
+
+
+@pytest.mark.model
+def test_default_model_on_the_built_in_workload(monkeypatch, default_model):
+    loads(monkeypatch, default_model)
+    arguments = ["bench", "--per-category", "1", "--category", "chat", "-n", "8", "-k", "2", "--json"]
+    result = run(cli.app, arguments)
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert found["differences"] == []
+    assert all(each["identical"] == each["compared"] == 1 for each in found["summaries"])
+
+
+@pytest.mark.model
+def test_the_command_answers_in_a_process_of_its_own():
+    command = [sys.executable, "-m", "sakiyomi.cli", "generate", "-", "-n", "8"]
+    question = "What is the capital of France?"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads wait for each other where the machine is busy
+    done = subprocess.run(command, input=question, capture_output=True, text=True, check=True, env=environment)
+    assert "Paris" in done.stdout
+    assert done.stderr == ""
