@@ -36,7 +36,7 @@ def llm(llama) -> LLM:
 def loads(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     """Let the commands use a model that is loaded already, with the defaults they ask for."""
 
-    def load(model, dtype, context_length, drafter, num_speculative_tokens):
+    def load(model, dtype, context_length, threads, drafter, num_speculative_tokens):
         return LLM(llm.target, llm.tokenizer, drafter=drafter, num_speculative_tokens=num_speculative_tokens)
 
     monkeypatch.setattr(cli, "_load", load)
@@ -120,6 +120,7 @@ def test_models_lists_the_names(monkeypatch, tmp_path):
         ("generate x -n 0", 2, "max_new_tokens=0: must be at least 1"),
         ("generate x --temperature -1", 2, "temperature=-1.0: must be 0"),
         ("generate x --stop ''", 2, "stop="),
+        ("generate x --threads 0", 2, "--threads 0: must be at least 1"),
         ("generate ''", 2, "prompt: is empty"),
         ("generate '' --raw --json", 2, "prompt: is empty"),
         ("generate x --reference no-such-file.txt", 2, "--reference no-such-file.txt: can't be read"),

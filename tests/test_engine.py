@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from conftest import VOCAB, byte_tokenizer, make_reference, make_target
 from sakiyomi.drafters import NgramDrafter
 from sakiyomi.engine import Chunk, Engine
-from sakiyomi.errors import OptionError, PromptError
+from sakiyomi.errors import DrafterError, OptionError, PromptError
 from sakiyomi.interfaces import Draft
 from sakiyomi.sampling import SamplingParams
 from sakiyomi.targets.native import NativeTarget
@@ -303,6 +304,28 @@ def test_one_failing_request_leaves_the_others_alone(engine):
     assert isinstance(drafter, ZeroDivisionError)
     rest = list(engine.run(requests[0]))
     assert ids([good, *rest]) == plain
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        (chain([VOCAB]), r"token ids must be in 0\.\.319"),
+        (chain([-1]), r"token ids must be in 0\.\.319"),
+        (chain([1] * 4), "4 tokens in a row: at most 3 were asked for"),
+        (Draft((1, 2), (-1,), (1.0, 1.0), "scripted"), "gave 1 parents for 2 tokens"),
+        (Draft((1, 2), (-1, 1), (1.0, 1.0), "scripted"), "each must be -1 or the index of a token before"),
+        (Draft((1, 2), (-2, 0), (1.0, 1.0), "scripted"), "each must be -1 or the index of a token before"),
+    ],
+)
+def test_what_cannot_be_a_draft_ends_its_request_only(engine, draft, message):
+    plain = ids(run(engine, GREEDY))
+    bad = engine.request(PROMPT, GREEDY, Scripted(lambda ids, budget: draft), 3)
+    good = engine.request(PROMPT, GREEDY, oracle(plain), 3)
+    error, first = engine.round([bad, good])
+    assert isinstance(error, DrafterError)
+    assert re.search(message, str(error))
+    assert bad.finish_reason == "error"
+    assert ids([first, *engine.run(good)]) == plain
 
 
 def test_an_error_of_the_target_leaves_requests_as_they_were(llama, monkeypatch):

@@ -158,6 +158,7 @@ def test_options_of_a_call_override_those_of_the_object(llm):
             OptionError,
             r"context_length=9999: must be in 2\.\.8192",
         ),
+        (lambda llm: load("no-such", num_speculative_tokens=-1), OptionError, "num_speculative_tokens=-1"),
         (lambda llm: load("smollm2-135m", drafter="eagle9"), OptionError, "drafter='eagle9'"),
     ],
 )

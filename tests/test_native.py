@@ -210,6 +210,30 @@ def config(**changes: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"model_type": "mistral", "sliding_window": 9}, (9, 9, 9)),
+        ({"model_type": "mistral", "sliding_window": None}, (None, None, None)),
+        ({"model_type": "qwen2", "sliding_window": 9}, (None, None, None)),
+        (
+            {"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1},
+            (None, 9, 9),
+        ),
+        ({"model_type": "llama", "sliding_window": 9}, (None, None, None)),
+    ],
+    ids=str,
+)
+def test_sliding_windows_are_where_transformers_has_them(changes, windows):
+    import transformers
+
+    found = DecoderConfig.from_huggingface(config(**changes)).windows
+    assert found == windows
+    if changes["model_type"] == "qwen2":
+        theirs = transformers.Qwen2Config(**{**COMMON, **changes}).layer_types
+        assert [kind == "sliding_attention" for kind in theirs] == [window is not None for window in windows]
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, "architecture 'gpt2' is not supported: llama, mistral, qwen2, qwen3 are"),

@@ -17,6 +17,7 @@ NAMES = [
     "Chunk",
     "CorruptModelError",
     "DownloadError",
+    "DrafterError",
     "Generation",
     "ModelError",
     "ModelNotFoundError",

@@ -35,7 +35,7 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
 
 
 def draws(z: np.ndarray, count: int, by: str) -> np.ndarray:
-    drawn = [draw(z, None, *((7, i) if by == "position" else (i, 7)))[0] for i in range(count)]
+    drawn = [draw(z, None, *((7, i) if by == "position" else (i, 7))) for i in range(count)]
     return np.bincount(drawn, minlength=z.size)
 
 
@@ -78,16 +78,14 @@ def test_pruned_draw_is_the_draw_over_everything(scale):
     for seed in range(300):
         z = logits_row(seed, scale, size=3000)
         full = z + gumbel_noise(seed, 11, np.arange(z.size))
-        index, best = draw(z, None, seed, 11)
-        assert index == int(full.argmax())
-        assert best == full.max()
+        assert draw(z, None, seed, 11) == int(full.argmax())
     ids = np.arange(0, 3000, 7)
     full = z[ids] + gumbel_noise(1, 2, ids)
-    assert draw(z[ids], ids, 1, 2)[0] == int(full.argmax())
+    assert draw(z[ids], ids, 1, 2) == int(full.argmax())
 
 
 def test_equal_sums_go_to_the_lowest_id():
-    assert draw(np.array([-np.inf, 0.0, -np.inf], np.float32), None, 0, 0)[0] == 1
+    assert draw(np.array([-np.inf, 0.0, -np.inf], np.float32), None, 0, 0) == 1
     assert chooser().choose(np.zeros(VOCAB, np.float32)) == 0
 
 
@@ -208,6 +206,8 @@ def test_no_token_left_is_an_error(temperature):
         ({"top_p": 1.5}, "top_p=1.5"),
         ({"temperature": -1}, "temperature=-1: must be 0"),
         ({"temperature": math.nan}, "temperature=nan"),
+        ({"temperature": 1e-6}, "temperature=1e-06"),
+        ({"logit_bias": {1: math.inf}}, "logit_bias="),
         ({"top_k": 0}, "top_k=0: must be at least 1"),
         ({"min_p": 2}, "min_p=2: must be between 0 and 1"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
@@ -227,6 +227,23 @@ def test_values_that_cannot_work_are_named(params, message):
 def test_bias_outside_the_vocabulary_is_named():
     with pytest.raises(OptionError, match=r"logit_bias=.*0\.\.499"):
         chooser(logit_bias={500: 1.0})
+
+
+def test_stop_ids_outside_the_vocabulary_are_named():
+    with pytest.raises(OptionError, match=r"stop_token_ids=\(500,\): must be in 0\.\.499"):
+        Chooser(SamplingParams(stop_token_ids=(500,)), [1], VOCAB, [500])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_broken_logits_are_an_error(temperature):
+    with pytest.raises(OptionError, match="leave no token possible"):
+        chooser(temperature=temperature, min_new_tokens=1).choose(logits_row() * np.nan)
+
+
+def test_extreme_temperatures():
+    z = logits_row()
+    assert chooser(temperature=1e-4).choose(z) == int(z.argmax())
+    assert 0 <= chooser(temperature=1e6).choose(z) < VOCAB
 
 
 def test_unknown_parameter_is_an_error():

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sakiyomi.errors import (
         CorruptModelError,
         DownloadError,
+        DrafterError,
         ModelError,
         ModelNotFoundError,
         OptionError,
@@ -38,6 +39,7 @@ _HOMES = {
     "sakiyomi.errors": (
         "CorruptModelError",
         "DownloadError",
+        "DrafterError",
         "ModelError",
         "ModelNotFoundError",
         "OptionError",
@@ -56,6 +58,7 @@ __all__ = [
     "Chunk",
     "CorruptModelError",
     "DownloadError",
+    "DrafterError",
     "Generation",
     "ModelError",
     "ModelNotFoundError",

@@ -34,6 +34,10 @@ Model = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="auto (bf16 where the processor has it, else fp32), bf16, or fp32.")]
 ContextLength = Annotated[int | None, typer.Option(help="Lower the model's own context length.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(help="Processor threads. One is fastest where other work keeps the cores busy. Default: all cores."),
+]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="Most tokens to write.")]
 Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")]
 TopK = Annotated[int | None, typer.Option(help="Choose among this many of the likeliest tokens.")]
@@ -82,7 +86,7 @@ def generate(
     drafter: Annotated[str, typer.Option("--drafter", "-d", help="ngram, or none for plain decoding.")] = "ngram",
     num_speculative_tokens: Annotated[
         int, typer.Option("--num-speculative-tokens", "-k", help="Tokens to draft in a round.")
-    ] = 5,
+    ] = 7,
     reference: Annotated[
         Path | None, typer.Option(help="A text file that the ngram drafter looks things up in too.")
     ] = None,
@@ -100,6 +104,7 @@ def generate(
     seed: Seed = 0,
     dtype: Dtype = "auto",
     context_length: ContextLength = None,
+    threads: Threads = None,
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour the accepted draft tokens.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Show what was measured, on standard error.")] = False,
     as_json: AsJson = False,
@@ -126,7 +131,7 @@ def generate(
     if not text:  # as a message it would be answered
         raise PromptError("prompt: is empty; give at least one character")
     looked_up = None if reference is None else _read_reference(reference, drafter)
-    llm = _load(model, dtype, context_length, drafter, num_speculative_tokens)
+    llm = _load(model, dtype, context_length, threads, drafter, num_speculative_tokens)
     if looked_up is not None:
         from sakiyomi.drafters import NgramDrafter
 
@@ -240,6 +245,7 @@ def bench(
     repeats: Annotated[int, typer.Option(help="How many times each prompt is answered by each case.")] = 1,
     dtype: Dtype = "auto",
     context_length: ContextLength = None,
+    threads: Threads = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -259,7 +265,7 @@ def bench(
     candidates = [Candidate(d, k) for d in drafter or ["ngram"] for k in num_speculative_tokens or [3, 5, 7]]
     for candidate in candidates:
         drafters.resolve(candidate.drafter)  # a wrong name should not cost the time of loading
-    llm = _load(model, dtype, context_length, "none", 0)
+    llm = _load(model, dtype, context_length, threads, "none", 0)
     with _progress() as progress:
         result = run_benchmark(llm, prompts, candidates, params, repeats=repeats, seed=seed, progress=progress)
     facts = report.machine_facts(model=model, dtype=_dtype_name(llm), exactness=llm.exactness)
@@ -285,8 +291,25 @@ def models() -> None:
     print(f"cache: {cache_dir()}")
 
 
-def _load(model: str, dtype: str, context_length: int | None, drafter: str, num_speculative_tokens: int) -> LLM:
+def _load(
+    model: str,
+    dtype: str,
+    context_length: int | None,
+    threads: int | None,
+    drafter: str,
+    num_speculative_tokens: int,
+) -> LLM:
+    from sakiyomi.errors import OptionError
+
+    if threads is not None and threads < 1:
+        raise OptionError(f"--threads {threads}: must be at least 1")
+
+    import torch
+
     from sakiyomi.llm import load
+
+    if threads is not None:
+        torch.set_num_threads(threads)
 
     return load(
         model,

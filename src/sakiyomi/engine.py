@@ -14,13 +14,13 @@ from typing import Literal
 
 import torch
 
-from sakiyomi.errors import OptionError, PromptError
+from sakiyomi.errors import DrafterError, OptionError, PromptError
 from sakiyomi.interfaces import Draft, Drafter, RoundRecord, Target, Work
 from sakiyomi.sampling import Chooser, SamplingParams
 from sakiyomi.text import TextStream, Tokenizer
 from sakiyomi.verification import coupled, depth
 
-FinishReason = Literal["eos", "stop", "length", "context"]
+FinishReason = Literal["eos", "stop", "length", "context", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ class Request:
         self.session = drafter.session(prompt) if drafter and num_speculative_tokens else None
         self._limit = num_speculative_tokens
         self._context_length = target.context_length
+        self._vocab_size = target.vocab_size
         self._eos_ids = frozenset() if params.ignore_eos or tokenizer is None else tokenizer.eos_ids
         self.chooser = Chooser(params, prompt, target.vocab_size, self._eos_ids | set(params.stop_token_ids))
         self._text = TextStream(tokenizer, prompt, params.stop) if tokenizer else None
@@ -81,12 +82,17 @@ class Request:
         return len(self.ids) - self.prompt_length
 
     def draft(self) -> Draft:
-        """Return the drafter's proposal, no longer than what could still become output besides the target token."""
+        """Return the drafter's proposal, no longer than what could still become output besides the target token.
+
+        Raises DrafterError for what can't be a draft.
+        """
         left = min(self.params.max_new_tokens - self.generated, self._context_length - len(self.ids)) - 1
         budget = min(self._limit, left)
         if self.session is None or budget < 1:
             return Draft()
-        return self.session.propose(budget)
+        draft = self.session.propose(budget)
+        _check(draft, budget, self._vocab_size)
+        return draft
 
     def commit(self, token: int, drafter: str | None) -> Token:
         """Append a token to the output and decide whether it is the last."""
@@ -130,8 +136,9 @@ class Engine:
             raise PromptError(
                 f"prompt: {len(prompt)} tokens leave no room in the context of {self.target.context_length}; shorten it"
             )
-        if not 0 <= min(prompt) <= max(prompt) < self.target.vocab_size:
-            raise PromptError(f"prompt: token ids must be in 0..{self.target.vocab_size - 1}")
+        vocab_size = self.target.vocab_size
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise PromptError(f"prompt: token ids must be in 0..{vocab_size - 1}")
         return Request(self.target, prompt, params, drafter, num_speculative_tokens, self._tokenizer)
 
     def run(self, request: Request) -> Iterator[Chunk]:
@@ -145,9 +152,11 @@ class Engine:
     def round(self, requests: Sequence[Request]) -> list[Chunk | Exception]:
         """Run one round of unfinished requests together and return what each gained.
 
-        Where a request fails (a processor or a drafter raises), its entry is the error and the others go on.
-        An error of the target itself is raised and leaves every request as it was.
+        Where a request fails (a processor or a drafter raises), its entry is the error, it is finished, and the others
+        go on. An error of the target itself is raised and leaves every request as it was.
         """
+        assert len(set(requests)) == len(requests)
+        assert all(request.finish_reason is None for request in requests)
         began = time.perf_counter()
         failures: dict[int, Exception] = {}
         drafts: list[Draft] = []
@@ -182,6 +191,7 @@ class Engine:
         results: list[Chunk | Exception] = []
         for i, (request, draft, tokens) in enumerate(zip(requests, drafts, committed, strict=True)):
             if i in failures:
+                request.finish_reason = "error"
                 results.append(failures[i])
                 continue
             record = RoundRecord(
@@ -211,6 +221,23 @@ class Engine:
             if not work:
                 return
             self.target.forward(work)
+
+
+def _check(draft: Draft, budget: int, vocab_size: int) -> None:
+    """Raise DrafterError unless the target can compute this draft."""
+
+    def refuse(what: str) -> None:
+        raise DrafterError(f"drafter {draft.drafter!r} {what}")
+
+    if any(not 0 <= token < vocab_size for token in draft.tokens):
+        refuse(f"proposed {draft.tokens}: token ids must be in 0..{vocab_size - 1}")
+    if draft.parents is not None:
+        if len(draft.parents) != len(draft):
+            refuse(f"gave {len(draft.parents)} parents for {len(draft)} tokens")
+        if any(not -1 <= parent < i for i, parent in enumerate(draft.parents)):
+            refuse(f"gave parents {draft.parents}: each must be -1 or the index of a token before")
+    if depth(draft) > budget:
+        refuse(f"proposed {depth(draft)} tokens in a row: at most {budget} were asked for")
 
 
 def _work(request: Request, draft: Draft) -> Work:

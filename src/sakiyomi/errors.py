@@ -3,6 +3,7 @@
 SakiyomiError
 ├── OptionError        an option has a value that can't work (also a ValueError)
 ├── PromptError        a prompt that can't be answered: empty, too long, no chat template
+├── DrafterError       a drafter proposed what can't be a draft
 └── ModelError         a model that can't be loaded
     ├── ModelNotFoundError     no such name, folder, file or hub id
     ├── DownloadError          fetching it failed or was refused
@@ -23,6 +24,10 @@ class OptionError(SakiyomiError, ValueError):
 
 class PromptError(SakiyomiError, ValueError):
     """A prompt that can't be answered."""
+
+
+class DrafterError(SakiyomiError):
+    """A drafter proposed what can't be a draft: a mistake in the drafter."""
 
 
 class ModelError(SakiyomiError):

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 import torch
@@ -22,7 +23,7 @@ from sakiyomi.text import Message, Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Message]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-NUM_SPECULATIVE_TOKENS = 5
+NUM_SPECULATIVE_TOKENS = 7
 _DEFAULT: Literal["default"] = "default"
 
 
@@ -56,7 +57,8 @@ def load(
     if dtype != "auto" and dtype not in DTYPES:
         raise OptionError(f"dtype={dtype!r}: must be one of auto, {', '.join(DTYPES)}")
     torch_dtype = DTYPES[("bf16" if native_bf16() else "fp32") if dtype == "auto" else dtype]
-    drafters.resolve(drafter)  # a wrong name should not cost the time of loading
+    drafters.resolve(drafter)  # what is wrong here should not cost the time of loading
+    _check_draft_length(num_speculative_tokens)
     folder = models.resolve(model, progress=progress)
     config = DecoderConfig.from_huggingface(models.read_config(folder))
     if context_length is not None and not 2 <= context_length <= config.context_length:
@@ -81,8 +83,7 @@ class LLM:
         drafter: str | Drafter | None = "ngram",
         num_speculative_tokens: int = NUM_SPECULATIVE_TOKENS,
     ) -> None:
-        if num_speculative_tokens < 0:
-            raise OptionError(f"num_speculative_tokens={num_speculative_tokens}: must be 0 (plain decoding) or more")
+        _check_draft_length(num_speculative_tokens)
         self.target = target
         self.tokenizer = tokenizer
         self.engine = Engine(target, tokenizer)
@@ -100,8 +101,8 @@ class LLM:
             if not prompt:
                 raise PromptError("prompt: is empty; give at least one character")
             return self.tokenizer.encode(prompt)
-        if prompt and all(isinstance(token, int) for token in prompt):
-            return list(prompt)  # type: ignore[arg-type]
+        if prompt and all(isinstance(token, Integral) for token in prompt):
+            return [int(token) for token in prompt]  # type: ignore[arg-type]
         return self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
 
     def stream(
@@ -155,3 +156,8 @@ class LLM:
         chosen = self.drafter if drafter == _DEFAULT else drafters.resolve(drafter)
         k = self.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
         return self.engine.run(self.engine.request(ids, params or SamplingParams(), chosen, k))
+
+
+def _check_draft_length(num_speculative_tokens: int) -> None:
+    if num_speculative_tokens < 0:
+        raise OptionError(f"num_speculative_tokens={num_speculative_tokens}: must be 0 (plain decoding) or more")

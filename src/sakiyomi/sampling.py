@@ -18,6 +18,7 @@ import torch
 from sakiyomi.errors import OptionError
 
 Row = npt.NDArray[np.float32]  # the logits of one position: [vocab_size]
+_MIN_TEMPERATURE = 1e-4  # below it, logits would leave the range of float32
 LogitsProcessor = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
 
 
@@ -56,13 +57,18 @@ class SamplingParams:
         for name in ("stop", "stop_token_ids", "processors"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         check(self.max_new_tokens >= 1, "max_new_tokens", "at least 1")
-        check(0 <= self.temperature < math.inf, "temperature", "0 (greedy) or a positive number")
+        check(
+            self.temperature == 0 or _MIN_TEMPERATURE <= self.temperature < math.inf,
+            "temperature",
+            f"0 (greedy) or a number from {_MIN_TEMPERATURE} on",
+        )
         check(self.top_k is None or self.top_k >= 1, "top_k", "at least 1, or None for no limit")
         check(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (1 = no limit; for greedy use temperature=0)")
         check(0 <= self.min_p <= 1, "min_p", "between 0 and 1")
         check(0 < self.repetition_penalty < math.inf, "repetition_penalty", "a positive number (1 = none)")
         check(math.isfinite(self.presence_penalty), "presence_penalty", "a finite number")
         check(math.isfinite(self.frequency_penalty), "frequency_penalty", "a finite number")
+        check(all(bias < math.inf for bias in self.logit_bias.values()), "logit_bias", "numbers, or -inf to forbid")
         check(0 <= self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", "between 0 and max_new_tokens")
         check(all(self.stop), "stop", "non-empty strings")
         check(0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1")
@@ -159,6 +165,8 @@ class Chooser:
         self._ids = list(prompt)
         self._prompt_length = len(prompt)
         self._stop_ids = list(stop_ids)
+        if self._stop_ids and not 0 <= min(self._stop_ids) <= max(self._stop_ids) < vocab_size:
+            raise OptionError(f"stop_token_ids={params.stop_token_ids!r}: must be in 0..{vocab_size - 1}")
         self._bias_ids = np.fromiter(params.logit_bias.keys(), np.int64)
         self._bias = np.fromiter(params.logit_bias.values(), np.float32)
         if self._bias_ids.size and not 0 <= self._bias_ids.min() <= self._bias_ids.max() < vocab_size:
@@ -185,15 +193,14 @@ class Chooser:
         """
         params = self._params
         logits = self._processed(logits)
+        if not logits.max() > -np.inf:
+            raise OptionError("processors and logit_bias leave no token possible")
         if params.temperature == 0:
             token = int(logits.argmax())
-            best = logits[token]
         else:
             ids, z = candidates(logits, params)
-            index, best = draw(z, ids, params.seed, len(self._ids))
+            index = draw(z, ids, params.seed, len(self._ids))
             token = index if ids is None else int(ids[index])
-        if not best > -np.inf:
-            raise OptionError("processors and logit_bias leave no token possible")
         self.take(token)
         return token
 
@@ -225,8 +232,8 @@ class Chooser:
         return logits
 
 
-def draw(z: Row, ids: npt.NDArray[np.int64] | None, seed: int, position: int) -> tuple[int, float]:
-    """Return the index of the largest ``z + noise`` and that sum; the lowest index where several tie.
+def draw(z: Row, ids: npt.NDArray[np.int64] | None, seed: int, position: int) -> int:
+    """Return the index of the largest ``z + noise``; the lowest index where several tie.
 
     ``z``: float32 logits of the tokens ``ids`` (None: of 0, 1, 2, ...). Logarithms are taken only for tokens that can
     win: those near the top, then of the others those whose hash is large enough to beat the best of them.
@@ -247,5 +254,5 @@ def draw(z: Row, ids: npt.NDArray[np.int64] | None, seed: int, position: int) ->
         if able.any():
             rival, rival_index = best_of(others[able], h[able])
             if rival > best or (rival == best and rival_index < index):
-                best, index = rival, rival_index
-    return index, best
+                index = rival_index
+    return index

@@ -56,7 +56,7 @@ class Candidate:
     num_speculative_tokens: int
 
     def __post_init__(self) -> None:
-        if not self.drafter or self.drafter == PLAIN:
+        if self.drafter in ("", "none", PLAIN):
             raise OptionError(f"drafter={self.drafter!r}: must name a drafter; plain decoding is always measured")
         if self.num_speculative_tokens < 1:
             raise OptionError(f"num_speculative_tokens={self.num_speculative_tokens}: must be at least 1")

@@ -19,7 +19,7 @@ class NgramDrafter:
 
     name = "ngram"
 
-    def __init__(self, *, max_ngram: int = 4, min_ngram: int = 2, reference: Sequence[int] = ()) -> None:
+    def __init__(self, *, max_ngram: int = 4, min_ngram: int = 1, reference: Sequence[int] = ()) -> None:
         if not 1 <= min_ngram <= max_ngram:
             raise OptionError(f"min_ngram={min_ngram}, max_ngram={max_ngram}: must be 1 <= min_ngram <= max_ngram")
         self._sizes = range(max_ngram, min_ngram - 1, -1)
