@@ -8,7 +8,8 @@ STAMP := $(VENV)/.installed
 
 demo: $(STAMP)  ## Answer a prompt on real weights, drafts in green; then plain against drafted, measured.
 	$(BIN)/sakiyomi generate --show-drafts --stats -n 160 \
-	  "Repeat this list, with every 'red' changed to 'blue': red apple, red car, red house, green tree, red boat, red apple pie."
+	  "Copy this text, with every 'red' changed to 'grey': The red fox crossed the river. The red fox saw the moon over \
+	the river. The red fox went home before the moon was gone."
 	$(BIN)/sakiyomi bench --per-category 1 -n 96 -k 5
 
 test: check  ## Every check: style, types, tests.

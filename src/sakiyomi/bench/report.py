@@ -56,13 +56,12 @@ def render(result: BenchResult, facts: Facts | None = None) -> Group:
     """Return what ``rich.print`` shows: one table with a group of rows per category, then what to note."""
     # Cells fold where the screen is narrow: a cut figure is worse than an ugly one.
     table = Table(title=_headline(result), title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column("case", overflow="fold")
-    table.add_column("speed-up\n(spread)", justify="right", overflow="fold")
+    table.add_column("case", overflow="fold", min_width=15)
+    table.add_column("speed-up\nspread", justify="right", overflow="fold")
     table.add_column("verdict", overflow="fold")
     for header in (
         "TPOT\nms",
         "TTFT\nms",
-        "total\ntime",
         "tokens\n/call",
         "accep-\ntance",
         "draft-\ned",
@@ -83,7 +82,7 @@ def render(result: BenchResult, facts: Facts | None = None) -> Group:
 def markdown(result: BenchResult, facts: Facts | None = None) -> str:
     """Return a Markdown table and its notes, for a README."""
     lines = [
-        "| category | case | speed-up (spread) | verdict | TPOT ms | tokens per target call "
+        "| category | case | speed-up, spread | verdict | TPOT ms | tokens per target call "
         "| acceptance rate | overhead | identical |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -151,7 +150,6 @@ def _row(summary: Summary) -> list[Text]:
         Text("" if plain else summary.verdict, style=style),
         Text(_milliseconds(summary.tpot_s, 1)),
         Text(_milliseconds(summary.ttft_s, 0)),
-        Text(_number(summary.total_time_ratio, 2)),
         Text(_number(summary.tokens_per_target_call, 2)),
         Text(_percent(summary.acceptance_rate)),
         Text(_number(summary.mean_drafted, 1)),
@@ -199,15 +197,16 @@ def _notes(result: BenchResult, facts: Facts | None) -> Iterator[tuple[bool, str
         yield (
             False,
             "Speed-up = plain TPOT / speculative TPOT: the median over paired prompts, and the quartiles "
-            "(fewer than 4 prompts: lowest and highest). Unclear: that spread includes 1, or fewer than 3 prompts. "
-            "Total time: plain / speculative.",
+            "(fewer than 4 prompts: lowest and highest). Unclear: that spread includes 1, or fewer than 3 prompts.",
         )
     if facts:
         yield False, ", ".join(f"{name}: {value}" for name, value in facts.items())
 
 
 def _spread(value: Spread | None) -> str:
-    return f"{value.median:.2f} ({value.low:.2f}-{value.high:.2f})" if value else "-"
+    if value is None:
+        return "-"
+    return f"{value.median:.2f}" + (f" {value.low:.2f}-{value.high:.2f}" if value.count > 1 else "")
 
 
 def _number(value: float | None, digits: int) -> str:
