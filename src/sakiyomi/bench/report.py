@@ -64,7 +64,6 @@ def render(result: BenchResult, facts: Facts | None = None) -> Group:
         "TTFT\nms",
         "tokens\n/call",
         "accep-\ntance",
-        "draft-\ned",
         "over-\nhead",
         "iden-\ntical",
     ):
@@ -152,7 +151,6 @@ def _row(summary: Summary) -> list[Text]:
         Text(_milliseconds(summary.ttft_s, 0)),
         Text(_number(summary.tokens_per_target_call, 2)),
         Text(_percent(summary.acceptance_rate)),
-        Text(_number(summary.mean_drafted, 1)),
         Text(_percent(summary.overhead)),
         Text(
             f"{summary.identical}/{summary.compared}",
