@@ -22,7 +22,7 @@ COMMON = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-5,
     "initializer_range": 0.3,
     "bos_token_id": None,

@@ -168,7 +168,7 @@ def test_what_loading_refuses_is_one_line(monkeypatch, capsys, line, status, mes
         ("generate x -k -1", "num_speculative_tokens=-1: must be 0 (plain decoding) or more"),
         ("generate x -d ngramm", "drafter='ngramm': must be one of ngram, none"),
         ("bench --repeats 0", "repeats=0: must be at least 1"),
-        (f"generate {'x' * 600}", "leave no room in the context of 512"),
+        (f"generate {'x' * 1100}", "leave no room in the context of 1024"),
     ],
 )
 def test_what_the_model_refuses_is_one_line(monkeypatch, capsys, line, message):

@@ -10,7 +10,7 @@ from sakiyomi.errors import CorruptModelError, UnsupportedModelError
 from sakiyomi.interfaces import Work
 from sakiyomi.targets import native
 from sakiyomi.targets.linear import Linear, can_pack, padded_rows, set_row_limit
-from sakiyomi.targets.native import DecoderConfig, NativeTarget
+from sakiyomi.targets.native import DecoderConfig, NativeTarget, _invariant_key_block
 
 
 def ids(count: int, seed: int = 0) -> list[int]:
@@ -70,7 +70,58 @@ def test_only_the_rows_asked_for_get_logits(target):
 
 
 def test_target_is_bit_exact(target):
+    if not can_pack(target.dtype):
+        pytest.skip("no packed kernels on this processor")
     assert target.exactness == "bit-exact"
+
+
+def test_exactness_is_claimed_for_the_threads_that_were_tested(llama):
+    if not can_pack(llama.dtype):
+        pytest.skip("no packed kernels on this processor")
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert llama.exactness == "numerics"
+    finally:
+        torch.set_num_threads(threads)
+    assert llama.exactness == "bit-exact"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_many_keys_change_no_bit(dtype):
+    """Kernels change their ways with the number of keys: in fp32 where one call has 256 and more."""
+    target = make_target(make_reference("llama"), dtype)
+    text = ids(700)
+    expected = in_pieces(target, text, [128])
+    assert torch.equal(in_pieces(target, text, [128, 100, *[7] * 40]), expected)
+    assert torch.equal(in_pieces(target, text, [128, 128, 90, *[1] * 180, 30]), expected)
+
+
+def test_key_blocks_that_change_bits_are_not_used(monkeypatch):
+    """Negative control: attention that looks at masked keys leaves no block, and no claim."""
+    reference = make_reference("llama", num_hidden_layers=1)
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def leaky(q, k, v, attn_mask):
+        return attention(q, k, v, attn_mask=attn_mask) * (1 + 1e-6 * k.shape[2])
+
+    assert _invariant_key_block(DecoderConfig.from_huggingface(reference.config.to_dict()), torch.float32) > 0
+    monkeypatch.setattr(native.F, "scaled_dot_product_attention", leaky)
+    assert _invariant_key_block(DecoderConfig.from_huggingface(reference.config.to_dict()), torch.float32) == 0
+    assert make_target(reference).exactness == "numerics"
+
+
+@pytest.mark.parametrize("threads", [1, 3, 5])
+def test_silu_has_the_same_bits_for_any_number_of_rows(threads):
+    before = torch.get_num_threads()
+    x = torch.randn(128, 2 * 4864, generator=torch.Generator().manual_seed(0))[:, :4864]
+    try:
+        torch.set_num_threads(threads)
+        whole = native._silu(x)
+        assert all(torch.equal(native._silu(x[:n]), whole[:n]) for n in (1, 2, 7, 12, 16, 64, 96))
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(whole, torch.nn.functional.silu(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -136,13 +187,13 @@ def test_sequences_in_one_forward_dont_meet(target):
 
 
 def test_growing_keeps_what_is_there(target):
-    text = ids(300)  # beyond the first block of memory
+    text = ids(600)  # beyond the first block of memory
     sequence = target.new_sequence()
     extend(target, sequence, text[:10])
     small = sequence.capacity
     extend(target, sequence, text[10:])
     assert sequence.capacity > small
-    assert torch.equal(in_pieces(target, text, [10, 290])[10:], in_pieces(target, text, [64])[10:])
+    assert torch.equal(in_pieces(target, text, [10, 590])[10:], in_pieces(target, text, [64])[10:])
 
 
 def test_failed_forward_changes_no_sequence(target):
@@ -214,6 +265,7 @@ def config(**changes: object) -> dict[str, object]:
     [
         ({"model_type": "mistral", "sliding_window": 9}, (9, 9, 9)),
         ({"model_type": "mistral", "sliding_window": None}, (None, None, None)),
+        ({"model_type": "mistral"}, (4096, 4096, 4096)),
         ({"model_type": "qwen2", "sliding_window": 9}, (None, None, None)),
         (
             {"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1},
@@ -239,6 +291,7 @@ def test_sliding_windows_are_where_transformers_has_them(changes, windows):
         ({"model_type": "gpt2"}, "architecture 'gpt2' is not supported: llama, mistral, qwen2, qwen3 are"),
         ({"model_type": None}, "architecture None"),
         ({"hidden_act": "gelu"}, "activation 'gelu' is not supported: silu is"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantised weights .* GGUF files are"),
     ],
 )
 def test_what_the_native_target_does_not_run(changes, message):
@@ -260,8 +313,30 @@ def test_inconsistent_models_are_named():
     lacking = {k: v for k, v in weights.items() if k != "model.layers.0.mlp.up_proj.weight"}
     with pytest.raises(CorruptModelError, match=r"model\.layers\.0\.mlp\.up_proj\.weight"):
         NativeTarget(good, lacking, torch.float32)
+    quantised = weights | {"model.norm.weight": torch.ones(64, dtype=torch.int8)}
+    with pytest.raises(UnsupportedModelError, match=r"'model\.norm\.weight' is torch\.int8"):
+        NativeTarget(good, quantised, torch.float32)
     misshapen = weights | {"model.norm.weight": torch.ones(3)}
     with pytest.raises(CorruptModelError, match=r"'model.norm.weight' has shape \[3\], config.json says \[64\]"):
         NativeTarget(good, misshapen, torch.float32)
     with pytest.raises(CorruptModelError, match="lacks 'hidden_size'"):
         DecoderConfig.from_huggingface({k: v for k, v in config().items() if k != "hidden_size"})
+    for changes in (
+        {"num_attention_heads": None},
+        {"hidden_size": "x"},
+        {"num_hidden_layers": 0},
+        {"num_key_value_heads": 3},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention"]},
+    ):
+        with pytest.raises(CorruptModelError, match=r"config\.json"):
+            DecoderConfig.from_huggingface(config(**changes))
+
+
+@pytest.mark.parametrize(("family", "lost"), [("qwen2", "q_proj.bias"), ("qwen3", "k_norm.weight")])
+def test_what_an_architecture_calls_for_must_be_there(family, lost):
+    reference = make_reference(family, num_hidden_layers=1)
+    weights = {k: v for k, v in reference.state_dict().items() if not k.endswith(lost)}
+    with pytest.raises(CorruptModelError, match=lost):
+        NativeTarget(DecoderConfig.from_huggingface(reference.config.to_dict()), weights, torch.float32)

@@ -132,7 +132,7 @@ def test_limits_leave_the_tokens_that_transformers_leaves(temperature, limits):
         ids, kept = candidates(z, SamplingParams(temperature=temperature, **limits))
         found = np.arange(VOCAB) if ids is None else ids
         assert np.array_equal(found, warped(z, temperature=temperature, **limits))
-        np.testing.assert_allclose(kept, z[found] / np.float32(temperature), rtol=1e-6)
+        np.testing.assert_allclose(kept, (z[found] - z.max()) / np.float32(temperature), rtol=1e-6)
 
 
 def test_top_p_keeps_all_that_tie_at_the_border():
@@ -175,6 +175,7 @@ def test_processors_see_ids_and_logits_in_order():
 
     def first(ids, logits):
         seen.append(list(ids))
+        logits[0] = 50
         assert logits.shape == (VOCAB,)
         assert logits.dtype == torch.float32
         return logits.masked_fill(torch.arange(VOCAB) < 100, -torch.inf)
@@ -190,29 +191,42 @@ def test_processors_see_ids_and_logits_in_order():
     assert [subject.choose(z), subject.choose(z)] == [123, 123]
     assert seen == [[1], [1, 123]]
     assert np.array_equal(z, before), "a processor that writes in place must not reach the target's logits"
+    whole = SamplingParams(seed=np.int64(5), top_k=np.int64(3), temperature=1)
+    assert (type(whole.seed), type(whole.top_k)) == (int, int)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_token_left_is_an_error(temperature):
     subject = chooser(processors=(lambda ids, logits: logits * 0 - torch.inf,), temperature=temperature)
-    with pytest.raises(OptionError, match="leave no token possible"):
+    with pytest.raises(OptionError, match="no token can be chosen"):
         subject.choose(logits_row())
 
 
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"top_p": 0}, "top_p=0: must be above 0 and at most 1"),
+        ({"top_p": 0}, "top_p=0.0: must be above 0 and at most 1"),
         ({"top_p": 1.5}, "top_p=1.5"),
-        ({"temperature": -1}, "temperature=-1: must be 0"),
+        ({"temperature": -1}, "temperature=-1.0: must be 0"),
         ({"temperature": math.nan}, "temperature=nan"),
-        ({"temperature": 1e-6}, "temperature=1e-06"),
+        ({"temperature": 1e-6}, "temperature=1e-06: must be 0"),
+        ({"temperature": 1e9}, "temperature=1000000000.0: must be 0"),
+        ({"temperature": None}, "temperature=None: must be a number"),
         ({"logit_bias": {1: math.inf}}, "logit_bias="),
+        ({"logit_bias": {1.9: 1.0}}, "logit_bias=.*must be numbers by token id"),
+        ({"logit_bias": {1: 1e30}}, "logit_bias="),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5: must be a whole number"),
+        ({"seed": 1.5}, "seed=1.5: must be a whole number"),
+        ({"top_k": 5.0}, "top_k=5.0: must be a whole number"),
+        ({"stop_token_ids": "</s>"}, "stop_token_ids='</s>': must be token ids"),
+        ({"stop": None}, "stop=None"),
+        ({"stop": (1,)}, "stop="),
+        ({"processors": len}, "processors="),
         ({"top_k": 0}, "top_k=0: must be at least 1"),
-        ({"min_p": 2}, "min_p=2: must be between 0 and 1"),
+        ({"min_p": 2}, "min_p=2.0: must be between 0 and 1"),
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"min_new_tokens": 300}, "min_new_tokens=300: must be between 0 and max_new_tokens"),
-        ({"repetition_penalty": 0}, "repetition_penalty=0"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0.0"),
         ({"presence_penalty": math.inf}, "presence_penalty=inf"),
         ({"frequency_penalty": math.nan}, "frequency_penalty=nan"),
         ({"stop": [""]}, "stop="),
@@ -236,7 +250,7 @@ def test_stop_ids_outside_the_vocabulary_are_named():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_broken_logits_are_an_error(temperature):
-    with pytest.raises(OptionError, match="leave no token possible"):
+    with pytest.raises(OptionError, match="no token can be chosen"):
         chooser(temperature=temperature, min_new_tokens=1).choose(logits_row() * np.nan)
 
 

@@ -98,7 +98,7 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen before become less likely.")] = 1.0,
     presence_penalty: Annotated[float, typer.Option(help="Taken from the logit of tokens written before.")] = 0.0,
     frequency_penalty: Annotated[float, typer.Option(help="The same, for each time it was written.")] = 0.0,
-    min_new_tokens: Annotated[int, typer.Option(help="Don't end before this many tokens.")] = 0,
+    min_new_tokens: Annotated[int, typer.Option(help="Hold back the model's own end until then.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text. Can be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of the answer.")] = False,
     seed: Seed = 0,
@@ -325,7 +325,7 @@ def _read_stdin() -> str:
 
     try:
         return sys.stdin.read()
-    except UnicodeDecodeError as error:
+    except (AttributeError, OSError, ValueError) as error:  # closed, or not text
         raise PromptError(f"prompt -: standard input can't be read as text: {error}") from None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Literal
 
 import torch
@@ -73,7 +74,7 @@ class Request:
         self._context_length = target.context_length
         self._vocab_size = target.vocab_size
         self._eos_ids = frozenset() if params.ignore_eos or tokenizer is None else tokenizer.eos_ids
-        self.chooser = Chooser(params, prompt, target.vocab_size, self._eos_ids | set(params.stop_token_ids))
+        self.chooser = Chooser(params, prompt, target.vocab_size, self._eos_ids)
         self._text = TextStream(tokenizer, prompt, params.stop) if tokenizer else None
 
     @property
@@ -137,6 +138,10 @@ class Engine:
                 f"prompt: {len(prompt)} tokens leave no room in the context of {self.target.context_length}; shorten it"
             )
         vocab_size = self.target.vocab_size
+        try:
+            prompt = [int(index(token)) for token in prompt]
+        except TypeError:
+            raise PromptError("prompt: token ids must be integers") from None
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             raise PromptError(f"prompt: token ids must be in 0..{vocab_size - 1}")
         return Request(self.target, prompt, params, drafter, num_speculative_tokens, self._tokenizer)
@@ -155,6 +160,8 @@ class Engine:
         Where a request fails (a processor or a drafter raises), its entry is the error, it is finished, and the others
         go on. An error of the target itself is raised and leaves every request as it was.
         """
+        if not requests:
+            return []
         assert len(set(requests)) == len(requests)
         assert all(request.finish_reason is None for request in requests)
         began = time.perf_counter()
@@ -167,11 +174,13 @@ class Engine:
                 failures[i] = error
                 drafts.append(Draft())
         drafted = time.perf_counter()
-        self._prefill(requests)
+        target_s = self._prefill(requests)
         contexts = [request.sequence.length for request in requests]
         work = [_work(request, draft) for request, draft in zip(requests, drafts, strict=True)]
+        called = time.perf_counter()
         outputs = self.target.forward(work)
         computed = time.perf_counter()
+        target_s += computed - called
         committed: list[tuple[Token, ...]] = []
         for i, (request, draft, output) in enumerate(zip(requests, drafts, outputs, strict=True)):
             try:
@@ -187,6 +196,8 @@ class Engine:
                 request.session.observe([token.id for token in tokens])
             except Exception as error:
                 failures[i] = error
+        observed = time.perf_counter()
+        depths = [depth(draft) for draft in drafts]
         ended = time.perf_counter()
         results: list[Chunk | Exception] = []
         for i, (request, draft, tokens) in enumerate(zip(requests, drafts, committed, strict=True)):
@@ -197,21 +208,22 @@ class Engine:
             record = RoundRecord(
                 drafter=draft.drafter,
                 drafted=len(draft),
-                depth=depth(draft),
+                depth=depths[i],
                 accepted=sum(token.drafter is not None for token in tokens),
                 emitted=len(tokens),
                 rows=len(work[i].tokens),
                 context=contexts[i],
-                draft_s=(drafted - began) + (ended - verified),
-                target_s=computed - drafted,
+                draft_s=(drafted - began) + (observed - verified),
+                target_s=target_s,
                 verify_s=verified - computed,
                 total_s=ended - began,
             )
             results.append(Chunk(tokens, request.finish_reason, record))
         return results
 
-    def _prefill(self, requests: Sequence[Request]) -> None:
-        """Compute all but the last rows of long prompts, in calls of bounded size."""
+    def _prefill(self, requests: Sequence[Request]) -> float:
+        """Compute all but the last rows of long prompts, in calls of bounded size; return the target's seconds."""
+        seconds = 0.0
         while True:
             work = []
             for request in requests:
@@ -219,8 +231,10 @@ class Engine:
                 if len(missing) > self.target.max_rows:
                     work.append(Work(request.sequence, missing[: self.target.max_rows], None, 0))
             if not work:
-                return
+                return seconds
+            called = time.perf_counter()
             self.target.forward(work)
+            seconds += time.perf_counter() - called
 
 
 def _check(draft: Draft, budget: int, vocab_size: int) -> None:
@@ -229,8 +243,8 @@ def _check(draft: Draft, budget: int, vocab_size: int) -> None:
     def refuse(what: str) -> None:
         raise DrafterError(f"drafter {draft.drafter!r} {what}")
 
-    if any(not 0 <= token < vocab_size for token in draft.tokens):
-        refuse(f"proposed {draft.tokens}: token ids must be in 0..{vocab_size - 1}")
+    if any(type(token) is not int or not 0 <= token < vocab_size for token in draft.tokens):
+        refuse(f"proposed {draft.tokens}: token ids must be ints in 0..{vocab_size - 1}")
     if draft.parents is not None:
         if len(draft.parents) != len(draft):
             refuse(f"gave {len(draft.parents)} parents for {len(draft)} tokens")
@@ -255,10 +269,10 @@ def _commit(request: Request, draft: Draft, logits: torch.Tensor, context: int) 
     missing = len(request.ids) - context
     kept = list(range(missing))
     tokens: list[Token] = []
-    for token, index in coupled(draft, logits, request.chooser):
-        tokens.append(request.commit(token, None if index is None else draft.drafter))
-        if index is not None:
-            kept.append(missing + index)
+    for token, place in coupled(draft, logits, request.chooser):
+        tokens.append(request.commit(token, None if place is None else draft.drafter))
+        if place is not None:
+            kept.append(missing + place)
         if request.finish_reason:
             break
     request.sequence.keep(context, kept)

@@ -52,7 +52,8 @@ class TargetOutput:
     """What a target forward gives for one :class:`Work`.
 
     ``logits``: [logit_rows, vocab_size] in the target's dtype. ``hidden``: one [rows, hidden_size] tensor per
-    requested layer, where layer 0 is the embedding and layer i the residual stream after i decoder layers.
+    requested layer, where layer 0 is the embedding and layer i the residual stream after i decoder layers. All are
+    inference tensors: clone them before you train on them.
     """
 
     logits: torch.Tensor
@@ -90,7 +91,7 @@ class Target(Protocol):
 
     @property
     def exactness(self) -> Exactness:
-        """``bit-exact`` if a row's bits were found not to depend on the other rows of a forward."""
+        """``bit-exact`` if a row's bits were found not to depend on the other rows of a forward, as things are now."""
 
     def new_sequence(self) -> TargetSequence:
         """Return an empty sequence."""
@@ -103,7 +104,7 @@ class DraftSession(Protocol):
     """A drafter's state for one sequence."""
 
     def propose(self, budget: int) -> Draft:
-        """Propose at most ``budget`` tokens to follow those observed; an empty draft where there is no guess."""
+        """Propose what follows the tokens observed, at most ``budget`` in a row; nothing where there is no guess."""
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Take note of tokens that the sequence gained for good."""

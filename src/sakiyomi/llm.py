@@ -72,7 +72,7 @@ class LLM:
     """A target that answers prompts, reading ahead with a drafter.
 
     ``drafter`` and ``num_speculative_tokens`` are defaults that each call may override. They change speed only:
-    the tokens are those of plain decoding, always. Not to be called from several threads at once.
+    the tokens are those of plain decoding (see ``exactness``). Not to be called from several threads at once.
     """
 
     def __init__(
@@ -92,7 +92,10 @@ class LLM:
 
     @property
     def exactness(self) -> Exactness:
-        """``bit-exact``, or ``numerics``: lossless up to ties in floating point."""
+        """``bit-exact``, or ``numerics``: lossless up to ties in floating point.
+
+        Found by a test when the model was loaded; it holds for the number of threads that torch had then.
+        """
         return self.target.exactness
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -101,7 +104,7 @@ class LLM:
             if not prompt:
                 raise PromptError("prompt: is empty; give at least one character")
             return self.tokenizer.encode(prompt)
-        if prompt and all(isinstance(token, Integral) for token in prompt):
+        if len(prompt) and all(isinstance(token, Integral) for token in prompt):
             return [int(token) for token in prompt]  # type: ignore[arg-type]
         return self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +20,8 @@ import torch
 from sakiyomi.errors import OptionError
 
 Row = npt.NDArray[np.float32]  # the logits of one position: [vocab_size]
-_MIN_TEMPERATURE = 1e-4  # below it, logits would leave the range of float32
+_TEMPERATURES = (1e-4, 1e6)  # beyond them, logits would leave the range of float32
+_LARGEST_BIAS = 1e6
 LogitsProcessor = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
 
 
@@ -28,7 +31,9 @@ class SamplingParams:
 
     The order is: penalties, ``logit_bias``, ``min_new_tokens``, ``processors``, then temperature, ``top_k``, ``top_p``,
     ``min_p``. ``temperature=0`` is greedy. ``processors`` are called as ``f(ids, logits) -> logits`` with the ids so
-    far (prompt included) and a float32 [vocab_size] tensor. Raises OptionError for values that can't work.
+    far (prompt included) and a float32 [vocab_size] tensor, and are called once for each token of the output.
+    ``min_new_tokens`` holds back ids that end the output, not stop strings. The text ends before a stop string, but
+    includes the token of ``stop_token_ids`` that ended it. Raises OptionError for values that can't work.
     """
 
     max_new_tokens: int = 256
@@ -52,15 +57,28 @@ class SamplingParams:
             if not ok:
                 raise OptionError(f"{name}={getattr(self, name)!r}: must be {want}")
 
+        def convert(name: str, into: Callable[[Any], object], want: str) -> None:
+            try:
+                object.__setattr__(self, name, into(getattr(self, name)))
+            except (TypeError, ValueError):
+                check(False, name, want)
+
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "processors"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("max_new_tokens", "min_new_tokens", "seed", *(["top_k"] if self.top_k is not None else [])):
+            convert(name, index, "a whole number")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            convert(name, float, "a number")
+        convert("stop", tuple, "a text or several")
+        convert("stop_token_ids", lambda ids: tuple(index(each) for each in ids), "token ids")
+        convert("logit_bias", lambda bias: {index(k): float(v) for k, v in bias.items()}, "numbers by token id")
+        convert("processors", tuple, "a list of functions")
         check(self.max_new_tokens >= 1, "max_new_tokens", "at least 1")
+        low, high = _TEMPERATURES
         check(
-            self.temperature == 0 or _MIN_TEMPERATURE <= self.temperature < math.inf,
+            self.temperature == 0 or low <= self.temperature <= high,
             "temperature",
-            f"0 (greedy) or a number from {_MIN_TEMPERATURE} on",
+            f"0 (greedy) or between {low:g} and {high:g}",
         )
         check(self.top_k is None or self.top_k >= 1, "top_k", "at least 1, or None for no limit")
         check(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (1 = no limit; for greedy use temperature=0)")
@@ -68,9 +86,13 @@ class SamplingParams:
         check(0 < self.repetition_penalty < math.inf, "repetition_penalty", "a positive number (1 = none)")
         check(math.isfinite(self.presence_penalty), "presence_penalty", "a finite number")
         check(math.isfinite(self.frequency_penalty), "frequency_penalty", "a finite number")
-        check(all(bias < math.inf for bias in self.logit_bias.values()), "logit_bias", "numbers, or -inf to forbid")
+        check(
+            all(bias == -math.inf or abs(bias) <= _LARGEST_BIAS for bias in self.logit_bias.values()),
+            "logit_bias",
+            f"numbers up to {_LARGEST_BIAS:g}, or -inf to forbid a token",
+        )
         check(0 <= self.min_new_tokens <= self.max_new_tokens, "min_new_tokens", "between 0 and max_new_tokens")
-        check(all(self.stop), "stop", "non-empty strings")
+        check(all(isinstance(each, str) and each for each in self.stop), "stop", "non-empty texts")
         check(0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1")
 
 
@@ -120,7 +142,7 @@ def candidates(logits: Row, params: SamplingParams) -> tuple[npt.NDArray[np.int6
 
     Each limit keeps every token that ties with the last one inside, so that the result doesn't depend on an order.
     """
-    z = logits * np.float32(1.0 / params.temperature)
+    z = (logits - logits.max()) * np.float32(1.0 / params.temperature)
     top = z.max()
     threshold = -np.inf
     if params.top_k is not None and params.top_k < z.size:
@@ -157,16 +179,17 @@ class Chooser:
     """The target's own choice of token after token for one sequence, given its logits.
 
     The state is what the choices so far say about the next: the ids, and counts of them where penalties need them.
-    ``prompt``: ids before the first choice. ``stop_ids``: what ``min_new_tokens`` holds back.
+    ``prompt``: ids before the first choice. ``eos_ids``: what ``min_new_tokens`` holds back besides the stop ids.
     """
 
-    def __init__(self, params: SamplingParams, prompt: Sequence[int], vocab_size: int, stop_ids: Iterable[int]) -> None:
+    def __init__(self, params: SamplingParams, prompt: Sequence[int], vocab_size: int, eos_ids: Iterable[int]) -> None:
         self._params = params
         self._ids = list(prompt)
         self._prompt_length = len(prompt)
-        self._stop_ids = list(stop_ids)
-        if self._stop_ids and not 0 <= min(self._stop_ids) <= max(self._stop_ids) < vocab_size:
+        self._vocab_size = vocab_size
+        if any(not 0 <= each < vocab_size for each in params.stop_token_ids):
             raise OptionError(f"stop_token_ids={params.stop_token_ids!r}: must be in 0..{vocab_size - 1}")
+        self._held_back = [*params.stop_token_ids, *(each for each in eos_ids if 0 <= each < vocab_size)]
         self._bias_ids = np.fromiter(params.logit_bias.keys(), np.int64)
         self._bias = np.fromiter(params.logit_bias.values(), np.float32)
         if self._bias_ids.size and not 0 <= self._bias_ids.min() <= self._bias_ids.max() < vocab_size:
@@ -189,12 +212,11 @@ class Chooser:
     def choose(self, logits: Row) -> int:
         """Return the token that follows, for float32 [vocab_size] logits, and take it as chosen.
 
-        Raises OptionError when the processors leave no token possible.
+        Raises OptionError when no token is possible, or processors return what can't be logits.
         """
         params = self._params
         logits = self._processed(logits)
-        if not logits.max() > -np.inf:
-            raise OptionError("processors and logit_bias leave no token possible")
+        check_chosen(logits.max())
         if params.temperature == 0:
             token = int(logits.argmax())
         else:
@@ -216,8 +238,8 @@ class Chooser:
         generated = len(self._ids) - self._prompt_length
         if self.greedy:
             return logits
-        if self._penalised or self._bias_ids.size or generated < params.min_new_tokens:
-            logits = logits.copy()
+        if self._penalised or self._bias_ids.size or generated < params.min_new_tokens or params.processors:
+            logits = logits.copy()  # the target's own are left alone
         if self._penalised:
             seen = logits[self._seen]
             logits[self._seen] = np.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
@@ -226,10 +248,21 @@ class Chooser:
         if self._bias_ids.size:
             logits[self._bias_ids] += self._bias
         if generated < params.min_new_tokens:
-            logits[self._stop_ids] = -np.inf
+            logits[self._held_back] = -np.inf
         for processor in params.processors:
             logits = processor(self._ids, torch.from_numpy(logits)).float().numpy()
+            if logits.shape != (self._vocab_size,):
+                raise OptionError(f"processors: one returned {logits.shape}, must be ({self._vocab_size},)")
         return logits
+
+
+def check_chosen(logit: np.float32) -> None:
+    """Raise OptionError unless the largest logit of a position is a finite number."""
+    if not -np.inf < logit < np.inf:
+        raise OptionError(
+            f"no token can be chosen, the largest logit is {logit}: processors and logit_bias leave none possible, "
+            "or the model's own logits are broken"
+        )
 
 
 def draw(z: Row, ids: npt.NDArray[np.int64] | None, seed: int, position: int) -> int:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from sakiyomi.interfaces import Draft
-from sakiyomi.sampling import Chooser
+from sakiyomi.sampling import Chooser, check_chosen
 
 
 def coupled(draft: Draft, logits: torch.Tensor, chooser: Chooser) -> Iterator[tuple[int, int | None]]:
@@ -29,6 +29,7 @@ def coupled(draft: Draft, logits: torch.Tensor, chooser: Chooser) -> Iterator[tu
             token = chooser.choose(rows[row])
         else:
             token = int(greedy[row])
+            check_chosen(rows[row, token])
             chooser.take(token)
         index = children.get((row - 1, token))
         yield token, index

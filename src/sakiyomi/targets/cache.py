@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-BLOCK = 256  # tokens; capacities are multiples of it
+BLOCK = 256  # tokens; capacities are multiples of it, or of the block given
 
 
 class KeyValues:
@@ -15,8 +15,9 @@ class KeyValues:
     Slots from ``length`` on hold zeros or what was rolled back: always finite, always masked.
     """
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, block: int = BLOCK) -> None:
         self.length = 0
+        self._block = block
         self.memory = torch.zeros(layers, 2, kv_heads, 0, head_dim, dtype=dtype)
 
     @property
@@ -30,7 +31,7 @@ class KeyValues:
         if length <= self.capacity:
             return
         layers, two, kv_heads, capacity, head_dim = self.memory.shape
-        capacity = -(-max(length, capacity * 5 // 4) // BLOCK) * BLOCK
+        capacity = -(-max(length, capacity * 5 // 4) // self._block) * self._block
         memory = self.memory.new_zeros(layers, two, kv_heads, capacity, head_dim)
         memory[:, :, :, : self.length] = self.memory[:, :, :, : self.length]
         self.memory = memory

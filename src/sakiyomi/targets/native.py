@@ -4,8 +4,8 @@ A forward appends rows to sequences. What makes it exact, that is, makes a row's
 beside it:
 
 - linears add in one order for every number of rows (:mod:`sakiyomi.targets.linear`);
-- attention is computed in tiles of one shape: four rows of a sequence, padded, against keys padded to blocks,
-  so that its kernels always meet the same problem;
+- attention is computed in tiles of four rows of a sequence, padded, against keys padded to blocks, so that its
+  kernels always add in one order;
 - everything else works on each row alone.
 
 Whether that holds on this machine is tested when a model is loaded (:attr:`NativeTarget.exactness`).
@@ -23,13 +23,14 @@ import torch.nn.functional as F
 
 from sakiyomi.errors import CorruptModelError, UnsupportedModelError
 from sakiyomi.interfaces import Exactness, TargetOutput, Work
-from sakiyomi.targets.cache import KeyValues
+from sakiyomi.targets.cache import BLOCK, KeyValues
 from sakiyomi.targets.linear import MAX_ROWS, Linear, padded_rows, set_row_limit
 from sakiyomi.targets.rope import RopeTable, inverse_frequencies, rope_parameters
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 TILE = 4  # rows of a sequence that attention takes together
-KEY_BLOCK = 32  # keys are padded to a multiple of this
+KEY_BLOCKS = (32, 128, 512)  # keys are padded to a multiple of one of these: the first that changes no bits
+_SERIAL = 1 << 15  # from this number of elements on, torch splits an elementwise operation over threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +53,29 @@ class DecoderConfig:
 
     @classmethod
     def from_huggingface(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        """Read a config.json. Raises UnsupportedModelError for what the native target doesn't run."""
+        """Read a config.json, with the defaults that transformers has for what it leaves out.
+
+        Raises UnsupportedModelError for what the native target doesn't run, CorruptModelError for what makes no sense.
+        """
         kind = config.get("model_type")
         if kind not in ARCHITECTURES:
             raise UnsupportedModelError(f"architecture {kind!r} is not supported: {', '.join(ARCHITECTURES)} are")
         if config.get("hidden_act", "silu") != "silu":
             raise UnsupportedModelError(f"activation {config['hidden_act']!r} is not supported: silu is")
+        if config.get("quantization_config"):
+            raise UnsupportedModelError("quantised weights in Hugging Face layout are not supported: GGUF files are")
         try:
             heads, hidden, layers = (
                 int(config[k]) for k in ("num_attention_heads", "hidden_size", "num_hidden_layers")
             )
-            return cls(
+            kv_heads = config.get("num_key_value_heads", {"llama": heads, "mistral": 8}.get(kind, 32))
+            found = cls(
                 architecture=kind,
                 vocab_size=int(config["vocab_size"]),
                 hidden_size=hidden,
                 layers=layers,
                 heads=heads,
-                kv_heads=int(config.get("num_key_value_heads") or heads),
+                kv_heads=int(kv_heads or heads),
                 head_dim=int(config.get("head_dim") or (128 if kind == "qwen3" else hidden // heads)),
                 context_length=int(config["max_position_embeddings"]),
                 intermediate_size=int(config["intermediate_size"]),
@@ -77,18 +84,27 @@ class DecoderConfig:
                 windows=_windows(config, layers),
                 rope=rope_parameters(config),
             )
+            inverse_frequencies(found.rope, found.head_dim, found.context_length)
         except KeyError as error:
             raise CorruptModelError(f"config.json of a {kind} model lacks {error.args[0]!r}") from None
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            raise CorruptModelError(f"config.json of a {kind} model has a value that makes no sense: {error}") from None
+        if layers < 1 or len(found.windows) != layers or heads % found.kv_heads:
+            raise CorruptModelError(f"config.json of a {kind} model: its layers or heads don't fit together")
+        return found
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """Return each layer's sliding window. Mistral slides in all layers, Qwen only where it is switched on."""
-    window, qwen = config.get("sliding_window"), str(config["model_type"]).startswith("qwen")
-    if window is None or (qwen and not config.get("use_sliding_window", False)) or config["model_type"] == "llama":
+    if config["model_type"] == "llama":
         return (None,) * layers
-    first = int(config.get("max_window_layers", 28)) if qwen else 0
+    if config["model_type"] == "mistral":
+        window = config.get("sliding_window", 4096)
+        return (None if window is None else int(window),) * layers
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    first = int(config.get("max_window_layers", 28))
     kinds = config.get("layer_types") or ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(int(window) if window is not None and kind == "sliding_attention" else None for kind in kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +154,15 @@ class NativeTarget:
             self._rope = RopeTable(frequencies, factor, dtype)
         linears = [linear for layer in self._layers for linear in layer.linears()] + [self._head]
         with torch.inference_mode():
-            limit = set_row_limit(linears, dtype)
-            self._row_limit = limit or MAX_ROWS
-            self.exactness: Exactness = "bit-exact" if limit and self._rows_are_invariant() else "numerics"
+            limit, key_block = set_row_limit(linears, dtype), _invariant_key_block(config, dtype)
+            self._row_limit, self._key_block = limit or MAX_ROWS, key_block or KEY_BLOCKS[0]
+            self._threads = torch.get_num_threads()
+            self._exact = bool(limit and key_block) and self._rows_are_invariant()
+
+    @property
+    def exactness(self) -> Exactness:
+        """``bit-exact`` if rows were found to be invariant at load, with as many threads as torch uses now."""
+        return "bit-exact" if self._exact and self._threads == torch.get_num_threads() else "numerics"
 
     @property
     def vocab_size(self) -> int:
@@ -154,7 +176,8 @@ class NativeTarget:
 
     def new_sequence(self) -> KeyValues:
         """Return an empty sequence."""
-        return KeyValues(self.config.layers, self.config.kv_heads, self.config.head_dim, self.dtype)
+        config = self.config
+        return KeyValues(config.layers, config.kv_heads, config.head_dim, self.dtype, max(BLOCK, self._key_block))
 
     @torch.inference_mode()
     def forward(self, work: Sequence[Work], *, hidden_layers: Sequence[int] = ()) -> list[TargetOutput]:
@@ -164,7 +187,7 @@ class NativeTarget:
         attention on each sequence's own.
         """
         config = self.config
-        parts = [_Part(w, config, self.dtype) for w in work]
+        parts = [_Part(w, config, self.dtype, self._key_block) for w in work]
         rows = sum(part.rows for part in parts)
         ids = [token for part in parts for token in part.tokens]
         positions = [position for part in parts for position in part.positions]
@@ -179,12 +202,13 @@ class NativeTarget:
             self._rotate(qkv, cos, sin, layer)
             x = layer.output(_attend(parts, i, qkv)).add_(x)
             gate, up = layer.gate_up(self._rms_norm(x, layer.mlp_norm)).chunk(2, 1)
-            x = layer.down(F.silu(gate).mul_(up)).add_(x)
+            x = layer.down(_silu(gate).mul_(up)).add_(x)
             if i + 1 in hidden_layers:
                 hidden[i + 1] = x
-        for part in parts:
+        outputs = self._outputs(parts, x, [hidden[i] for i in hidden_layers])
+        for part in parts:  # last: whatever fails before leaves every sequence as it was
             part.sequence.length += part.rows
-        return self._outputs(parts, x, [hidden[i] for i in hidden_layers])
+        return outputs
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return x / rms(x) * weight over the last dimension, in float32 inside (``weight`` is float32)."""
@@ -245,6 +269,41 @@ class NativeTarget:
         return torch.equal(expected.logits, torch.cat(found))
 
 
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    """Return silu(x) for [rows, features], with the same bits for a row whatever the number of rows.
+
+    Large tensors are split over threads anywhere in a row, and elements at the split take scalar instructions, whose
+    float32 exponential differs from the vector one's. So float32 is computed in pieces that are too small to be split.
+    """
+    if x.dtype is not torch.float32 or x.numel() < _SERIAL:
+        return F.silu(x)
+    rows = max(1, (_SERIAL - 1) // x.shape[1])
+    return torch.cat([F.silu(part) for part in x.tensor_split(-(-x.shape[0] // rows))])
+
+
+def _invariant_key_block(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Return the smallest of KEY_BLOCKS such that attention doesn't depend on how many masked keys follow; or 0."""
+    groups, most = config.heads // config.kv_heads, 2 * KEY_BLOCKS[-1]
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, config.kv_heads, TILE * groups, config.head_dim, generator=generator).to(dtype)
+    keys, values = torch.randn(2, 1, config.kv_heads, most, config.head_dim, generator=generator).to(dtype)
+
+    def attend(visible: int, shown: int) -> torch.Tensor:
+        mask = torch.zeros(1, 1, TILE * groups, shown, dtype=dtype)
+        mask[..., visible:] = -torch.inf
+        return F.scaled_dot_product_attention(query, keys[:, :, :shown], values[:, :, :shown], attn_mask=mask)
+
+    def is_invariant(block: int) -> bool:
+        for visible in range(29, most, 61):
+            counts = range(-(-visible // block) * block, most + 1, block)
+            expected = attend(visible, most)
+            if not all(torch.equal(attend(visible, count), expected) for count in counts):
+                return False
+        return True
+
+    return next((block for block in KEY_BLOCKS if is_invariant(block)), 0)
+
+
 def _attend(parts: list[_Part], layer: int, qkv: torch.Tensor) -> torch.Tensor:
     """Return [padded rows, heads * head_dim] from rotated ``qkv``: [padded rows, (heads + 2 kv_heads) * head_dim]."""
     if len(parts) == 1:
@@ -259,14 +318,15 @@ def _attend(parts: list[_Part], layer: int, qkv: torch.Tensor) -> torch.Tensor:
 class _Part:
     """One sequence's rows in a forward: their positions, their paths, and attention over their own keys."""
 
-    def __init__(self, work: Work, config: DecoderConfig, dtype: torch.dtype) -> None:
+    def __init__(self, work: Work, config: DecoderConfig, dtype: torch.dtype, key_block: int) -> None:
         sequence = work.sequence
         assert isinstance(sequence, KeyValues)
         self.sequence, self.tokens, self.logit_rows = sequence, work.tokens, work.logit_rows
         self.rows, start = len(work.tokens), sequence.length
+        assert 0 <= work.logit_rows <= self.rows > 0
         sequence.reserve(start + self.rows)
         chains = [(0, list(range(self.rows)))] if work.parents is None else _chains(work.parents)
-        self._paths = [_Path(sequence, known, path, config, dtype) for known, path in chains]
+        self._paths = [_Path(sequence, known, path, config, dtype, key_block) for known, path in chains]
         self.positions = [0] * self.rows
         order = []
         for known, path in chains:
@@ -319,12 +379,18 @@ class _Path:
     """
 
     def __init__(
-        self, sequence: KeyValues, known: int, path: list[int], config: DecoderConfig, dtype: torch.dtype
+        self,
+        sequence: KeyValues,
+        known: int,
+        path: list[int],
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        key_block: int,
     ) -> None:
         start, length = sequence.length, sequence.length + len(path)
         self.rows = len(path) - known
         self._tiles = -(-self.rows // TILE)
-        self._keys = -(-length // KEY_BLOCK) * KEY_BLOCK
+        self._keys = -(-length // key_block) * key_block
         self._groups = config.heads // config.kv_heads
         # Which of the part's queries are the path's, if not all: those of the rows that no earlier path covers.
         self._own = torch.tensor(path[known:]) if known or len(path) < path[-1] + 1 else None
@@ -403,14 +469,20 @@ class _Reader:
             tensor = self._weights[name]
         except KeyError:
             raise CorruptModelError(f"the weights lack {name!r}, which config.json calls for") from None
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UnsupportedModelError(
+                f"{name!r} is {tensor.dtype}: weights in float32, bfloat16 or float16 are supported"
+            )
         if tuple(tensor.shape) != shape:
             raise CorruptModelError(f"{name!r} has shape {list(tensor.shape)}, config.json says {list(shape)}")
         return tensor
 
-    def linear(self, names: Sequence[str], sizes: Sequence[int], in_features: int) -> Linear:
+    def linear(
+        self, names: Sequence[str], sizes: Sequence[int], in_features: int, *, needs_bias: bool = False
+    ) -> Linear:
         """Return one linear of several, stacked; biases where the model has them."""
         weight = torch.cat([self(f"{name}.weight", size, in_features) for name, size in zip(names, sizes, strict=True)])
-        if f"{names[0]}.bias" not in self:
+        if f"{names[0]}.bias" not in self and not needs_bias:
             return Linear(weight)
         return Linear(weight, torch.cat([self(f"{n}.bias", s) for n, s in zip(names, sizes, strict=True)]))
 
@@ -431,10 +503,15 @@ def _read_layer(read: _Reader, config: DecoderConfig, index: int) -> _Layer:
         config.kv_heads * config.head_dim,
     )
     intermediate = config.intermediate_size
-    normed = f"{attention}q_norm.weight" in read
+    normed = config.architecture == "qwen3"
     return _Layer(
         attention_norm=read.norm(prefix + "input_layernorm.weight", hidden),
-        qkv=read.linear([attention + n for n in ("q_proj", "k_proj", "v_proj")], [q_size, kv_size, kv_size], hidden),
+        qkv=read.linear(
+            [attention + n for n in ("q_proj", "k_proj", "v_proj")],
+            [q_size, kv_size, kv_size],
+            hidden,
+            needs_bias=config.architecture == "qwen2",
+        ),
         query_norm=read.norm(attention + "q_norm.weight", config.head_dim) if normed else None,
         key_norm=read.norm(attention + "k_norm.weight", config.head_dim) if normed else None,
         output=read.output(attention + "o_proj", hidden, config),

@@ -16,7 +16,7 @@ SUPPORTED = ("default", "linear", "llama3", "yarn")
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rope settings of a Hugging Face config, whichever of its three spellings it uses."""
-    settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    settings = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     settings.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     settings["rope_type"] = settings.get("rope_type") or settings.pop("type", None) or "default"
     settings.setdefault("original_max_position_embeddings", config.get("original_max_position_embeddings"))
@@ -81,16 +81,18 @@ class RopeTable:
 
     def __init__(self, frequencies: torch.Tensor, factor: float, dtype: torch.dtype) -> None:
         self._frequencies, self._factor, self._dtype = frequencies, factor, dtype
-        shape = (0, 1, 2, frequencies.numel())
-        self._cos, self._sin = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+        nothing = torch.empty(0, 1, 2, frequencies.numel(), dtype=dtype)
+        self._table = (nothing, nothing)
 
     def at(self, positions: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines at these positions: two [rows, 1, 2, head_dim / 2]."""
-        while self._cos.shape[0] <= max(positions):
-            start = self._cos.shape[0]
+        cos, sin = self._table
+        while cos.shape[0] <= max(positions):
+            start = cos.shape[0]
             angles = torch.arange(start, start + _BLOCK).float()[:, None] * self._frequencies
-            cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
-            self._cos = torch.cat([self._cos, torch.stack([cos, cos], 1)[:, None].to(self._dtype)])
-            self._sin = torch.cat([self._sin, torch.stack([-sin, sin], 1)[:, None].to(self._dtype)])
+            c, s = angles.cos() * self._factor, angles.sin() * self._factor
+            cos = torch.cat([cos, torch.stack([c, c], 1)[:, None].to(self._dtype)])
+            sin = torch.cat([sin, torch.stack([-s, s], 1)[:, None].to(self._dtype)])
+            self._table = (cos, sin)  # both at once: an interrupt must not leave them unequal
         index = torch.tensor(positions)
-        return self._cos.index_select(0, index), self._sin.index_select(0, index)
+        return cos.index_select(0, index), sin.index_select(0, index)
