@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -165,3 +167,12 @@ def test_options_of_a_call_override_those_of_the_object(llm):
 def test_bad_input_is_met_before_any_work(llm, call, error, message):
     with pytest.raises(error, match=message):
         call(llm)
+
+
+def test_the_snippet_of_the_readme_runs(capsys):
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    exec(compile(snippet, "README.md", "exec"), {})
+    out = capsys.readouterr().out
+    assert len(out) > 40
+    assert out.endswith(("bit-exact\n", "numerics\n"))
