@@ -247,10 +247,10 @@ class NativeTarget:
 
     def _rows_are_invariant(self) -> bool:
         """Compare rows computed in one call with the same rows computed in uneven pieces, bit for bit."""
-        pieces = (1, 2, 5, 1, 8, 3, 6, 9, 5)
+        pieces = (1, 3, 8, 2, 6)
         rows = sum(pieces)
         # The rows cross into a further block of keys, and from one step of the attention kernel (512 keys) to two.
-        prefix = next((p for p in (484, 100) if p + rows <= self.context_length), 0)
+        prefix = next((p for p in (504, 116) if p + rows <= self.context_length), 0)
         rows = min(rows, self.context_length)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.vocab_size, (rows,), generator=generator).tolist()
