@@ -7,10 +7,10 @@ round. Between rounds every sequence's memory holds all of its tokens but the la
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import index
 from typing import Literal
 
 import torch
@@ -139,7 +139,7 @@ class Engine:
             )
         vocab_size = self.target.vocab_size
         try:
-            prompt = [int(index(token)) for token in prompt]
+            prompt = [int(operator.index(token)) for token in prompt]
         except TypeError:
             raise PromptError("prompt: token ids must be integers") from None
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
@@ -269,10 +269,10 @@ def _commit(request: Request, draft: Draft, logits: torch.Tensor, context: int) 
     missing = len(request.ids) - context
     kept = list(range(missing))
     tokens: list[Token] = []
-    for token, place in coupled(draft, logits, request.chooser):
-        tokens.append(request.commit(token, None if place is None else draft.drafter))
-        if place is not None:
-            kept.append(missing + place)
+    for token, index in coupled(draft, logits, request.chooser):
+        tokens.append(request.commit(token, None if index is None else draft.drafter))
+        if index is not None:
+            kept.append(missing + index)
         if request.finish_reason:
             break
     request.sequence.keep(context, kept)

@@ -8,9 +8,9 @@ whatever was drafted and however positions were grouped into forwards. Greedy is
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import index
 from typing import Any
 
 import numpy as np
@@ -66,12 +66,14 @@ class SamplingParams:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("max_new_tokens", "min_new_tokens", "seed", *(["top_k"] if self.top_k is not None else [])):
-            convert(name, index, "a whole number")
+            convert(name, operator.index, "a whole number")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             convert(name, float, "a number")
         convert("stop", tuple, "a text or several")
-        convert("stop_token_ids", lambda ids: tuple(index(each) for each in ids), "token ids")
-        convert("logit_bias", lambda bias: {index(k): float(v) for k, v in bias.items()}, "numbers by token id")
+        convert("stop_token_ids", lambda ids: tuple(operator.index(each) for each in ids), "token ids")
+        convert(
+            "logit_bias", lambda bias: {operator.index(k): float(v) for k, v in bias.items()}, "numbers by token id"
+        )
         convert("processors", tuple, "a list of functions")
         check(self.max_new_tokens >= 1, "max_new_tokens", "at least 1")
         low, high = _TEMPERATURES
@@ -142,24 +144,23 @@ def candidates(logits: Row, params: SamplingParams) -> tuple[npt.NDArray[np.int6
 
     Each limit keeps every token that ties with the last one inside, so that the result doesn't depend on an order.
     """
-    z = (logits - logits.max()) * np.float32(1.0 / params.temperature)
-    top = z.max()
+    z = (logits - logits.max()) * np.float32(1.0 / params.temperature)  # the likeliest is at 0
     threshold = -np.inf
     if params.top_k is not None and params.top_k < z.size:
         threshold = torch.from_numpy(z).topk(params.top_k).values[-1].item()
     if params.top_p < 1:
-        threshold = max(threshold, _nucleus_threshold(z, top, threshold, params.top_p))
+        threshold = max(threshold, _nucleus_threshold(z, threshold, params.top_p))
     if params.min_p > 0:
-        threshold = max(threshold, float(top) + math.log(params.min_p))
+        threshold = max(threshold, math.log(params.min_p))
     if threshold == -np.inf:
         return None, z
     ids = np.flatnonzero(z >= threshold)
     return ids, z[ids]
 
 
-def _nucleus_threshold(z: Row, top: np.float32, threshold: float, top_p: float) -> float:
+def _nucleus_threshold(z: Row, threshold: float, top_p: float) -> float:
     """Return the lowest logit of the smallest set of likeliest tokens whose probability reaches ``top_p``."""
-    weights = np.exp(z - top)
+    weights = np.exp(z)
     if threshold > -np.inf:
         weights[z < threshold] = 0
     mass = top_p * float(weights.sum(dtype=np.float64))
