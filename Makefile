@@ -1,26 +1,45 @@
-# Everything runs in a virtual environment of this checkout; nothing else is needed but Python and make.
+# Everything runs in a virtual environment of this checkout; nothing else is needed but Python, make and a C++ compiler.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CORE := $(VENV)/.core
+PIP := $(BIN)/python -m pip install -q -c constraints.txt
+# Editable, with the build tools of the environment. Warnings are errors, and so is a core that can't be built.
+INSTALL := SAKIYOMI_REQUIRE_CORE=1 PATH="$(abspath $(BIN)):$$PATH" $(PIP) --no-build-isolation \
+  -C build-dir=build/dev -C cmake.define.SAKIYOMI_WERROR=ON -e
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check sanitize bench clean
 
-demo: $(STAMP)  ## Answer a prompt on real weights, drafts in green; then plain against drafted, measured.
+demo: $(CORE)  ## Answer a prompt on real weights, drafts in green; then plain against drafted, measured.
 	$(BIN)/sakiyomi generate --show-drafts --stats -n 160 \
 	  "Copy this text, with every 'red' changed to 'grey': The red fox crossed the river. The red fox saw the moon over \
 	the river. The red fox went home before the moon was gone."
 	$(BIN)/sakiyomi bench --per-category 1 -n 96 -k 5
 
-test: check  ## Every check: style, types, tests.
+test: check  ## Every check: style, types, sanitizers, tests.
 	$(BIN)/python -m pytest
 
-check: $(STAMP)  ## Style and types.
+check: $(CORE)  ## Style, types, and the core under sanitizers.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@# The linker keeps one copy of an inline function, perhaps one with instructions that a processor lacks.
+	@! nm -C build/dev/CMakeFiles/sakiyomi_core.dir/csrc/kernels_a*.o 2>/dev/null | grep ' [WVu] ' | grep -v DW.ref || \
+	  { echo "csrc/kernels_*.cpp: the functions above must be static or in an unnamed namespace"; exit 1; }
+	@$(MAKE) --no-print-directory sanitize
 
-bench: $(STAMP)  ## The measured figures of the README (about ten minutes).
+sanitize: $(CORE)  ## The core's tests, with a library that stops at bad accesses and undefined behaviour.
+	@set -e; PATH="$(abspath $(BIN)):$$PATH"; mkdir -p build/sanitize; cd build/sanitize; \
+	if ! (echo 'int main() {}' | $(CXX) -fsanitize=address,undefined -x c++ -o probe - && ldd probe | grep -q libasan) \
+	  >/dev/null 2>&1; then echo "sanitize: skipped, needs Linux and g++ with its sanitizers"; exit 0; fi; \
+	cmake -G Ninja -DCMAKE_CXX_COMPILER=$(CXX) -DSAKIYOMI_SANITIZE=ON ../.. >cmake.log || { cat cmake.log; exit 1; }; \
+	ninja --quiet; \
+	cd ../..; library=$$PWD/build/sanitize/libsakiyomi_core.so; \
+	SAKIYOMI_CORE_LIBRARY=$$library LD_PRELOAD="$$(ldd $$library | awk '/lib(asan|ubsan)/ { print $$3 }' | xargs)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 python -m pytest --capture=sys tests/test_core.py
+
+bench: $(CORE)  ## The measured figures of the README (about ten minutes).
 	$(BIN)/python benchmarks/forward.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/sakiyomi bench --repeats 3
@@ -28,9 +47,14 @@ bench: $(STAMP)  ## The measured figures of the README (about ten minutes).
 # torch comes first and pinned: a bare requirement may bring builds for accelerators that nobody here uses.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(PIP) torch scikit-build-core cmake ninja
+	$(INSTALL) '.[dev]'
 	touch $(STAMP)
 
+# Builds what changed.
+$(CORE): $(STAMP) CMakeLists.txt $(wildcard csrc/*)
+	$(INSTALL) . --no-deps
+	touch $(CORE)
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache

@@ -1,6 +1,6 @@
 """Peak memory of a process that loads a model and answers one prompt.
 
-    python benchmarks/memory.py [--model smollm2-135m] [--dtype auto]
+    python benchmarks/memory.py [--model smollm2-135m] [--dtype auto] [--kernels auto]
 
 Linux and macOS. "rest" is what comes on top of weights and K/V: Python, torch and working memory; pages of the model
 file that are mapped for embeddings are counted, though the system may take them back.
@@ -26,10 +26,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="auto", choices=["auto", "bf16", "fp32"])
+    parser.add_argument("--kernels", default="auto")
     parser.add_argument("--tokens", type=int, default=256)
     args = parser.parse_args()
     imported = peak_mb()
-    llm = load(args.model, dtype=args.dtype)
+    llm = load(args.model, dtype=args.dtype, kernels=args.kernels)
     loaded = peak_mb()
     prompt = "Write down everything you know about lighthouses, and then say it all again. " * 16
     request = llm.engine.request(
@@ -39,8 +40,7 @@ def main() -> None:
         pass
     weights = open_weights(resolve(args.model))
     parameters = sum(weights[name].numel() for name in weights) * llm.target.dtype.itemsize / (1 << 20)
-    memory = request.sequence.memory
-    kv = memory.numel() * memory.element_size() / (1 << 20)
+    kv = request.sequence.nbytes / (1 << 20)
     peak = peak_mb()
     print(f"torch and sakiyomi imported {imported:.0f} MB, model loaded {loaded:.0f} MB, peak {peak:.0f} MB")
     print(f"weights {parameters:.0f} MB + K/V {kv:.0f} MB + rest {peak - parameters - kv:.0f} MB")

@@ -10,7 +10,11 @@ import torch
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from sakiyomi.targets.native import DecoderConfig, NativeTarget
+from sakiyomi import core
+from sakiyomi.targets import load_decoder
+from sakiyomi.targets.compiled import CompiledTarget
+from sakiyomi.targets.decoder import DecoderConfig
+from sakiyomi.targets.native import NativeTarget
 from sakiyomi.text import Tokenizer
 
 VOCAB = 320
@@ -70,11 +74,25 @@ def make_reference(family: str, **changes: object) -> torch.nn.Module:
     return model
 
 
+KERNELS = ("torch", *core.available())
+if not core.available():  # or every load would warn, and warnings are errors here
+    os.environ.setdefault("SAKIYOMI_KERNELS", "torch")
+
+
 def make_target(
-    reference: torch.nn.Module, dtype: torch.dtype = torch.float32, context_length: int | None = None
-) -> NativeTarget:
+    reference: torch.nn.Module,
+    dtype: torch.dtype = torch.float32,
+    context_length: int | None = None,
+    kernels: str = "torch",
+) -> NativeTarget | CompiledTarget:
     config = DecoderConfig.from_huggingface(reference.config.to_dict())
-    return NativeTarget(config, reference.state_dict(), dtype, context_length)
+    name = "bf16" if dtype is torch.bfloat16 else "fp32"
+    return load_decoder(config, reference.state_dict(), dtype=name, kernels=kernels, context_length=context_length)
+
+
+@pytest.fixture(scope="session", params=KERNELS)
+def kernels(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="session", params=list(FAMILIES))
@@ -88,14 +106,14 @@ def reference(family: str) -> torch.nn.Module:
 
 
 @pytest.fixture(scope="session")
-def target(reference: torch.nn.Module) -> NativeTarget:
-    return make_target(reference)
+def target(reference: torch.nn.Module, kernels: str) -> NativeTarget | CompiledTarget:
+    return make_target(reference, kernels=kernels)
 
 
 @pytest.fixture(scope="session")
-def llama() -> NativeTarget:
+def llama() -> NativeTarget | CompiledTarget:
     """One tiny target for tests of what stands above it."""
-    return make_target(make_reference("llama", num_hidden_layers=2))
+    return make_target(make_reference("llama", num_hidden_layers=2), kernels="auto")
 
 
 def byte_tokenizer(eos: str | None = "<eos>", template: str | None = None) -> Tokenizer:

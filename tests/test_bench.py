@@ -15,6 +15,7 @@ from sakiyomi.bench import (
     BenchResult,
     Candidate,
     Prompt,
+    Quality,
     Summary,
     as_dict,
     builtin_workload,
@@ -525,10 +526,11 @@ def test_markdown_is_one_sound_table(mixed: BenchResult) -> None:
 
 
 def test_json_holds_summaries_settings_facts_and_every_generation(mixed: BenchResult) -> None:
-    facts = machine_facts(model="tiny", dtype="fp32", exactness="bit-exact")
+    facts = machine_facts(model="tiny", dtype="fp32", weights="int8", kernels="avx2", exactness="bit-exact")
     data = json.loads(json.dumps(as_dict(mixed, facts), allow_nan=False))
     assert {"date", "model", "dtype", "exactness", "cpu", "threads", "torch"} <= data["machine"].keys()
-    assert data["machine"]["exactness"] == "bit-exact"
+    assert [data["machine"][name] for name in ("exactness", "weights", "kernels")] == ["bit-exact", "int8", "avx2"]
+    assert data["quality"] is None, "not measured"
     assert data["params"]["max_new_tokens"] == 64
     assert len(data["measurements"]) == 124 * 3
     assert data["measurements"][0]["tokens_per_target_call"] >= 1.0
@@ -536,6 +538,29 @@ def test_json_holds_summaries_settings_facts_and_every_generation(mixed: BenchRe
     assert (last["category"], last["case"], last["verdict"]) == (None, "draft-model k=16", "slower")
     assert last["speedup"] == {"median": 0.08, "low": 0.08, "high": 0.08, "count": 124}
     assert data["candidates"][0] == {"drafter": "ngram", "num_speculative_tokens": 5}
+
+
+def test_quality_is_shown_in_every_form(mixed: BenchResult) -> None:
+    quality = Quality(12.3456, 12.5, 1.01251, 0.9876, 4321, "some|file.txt")
+    note = (
+        "Quality: perplexity 12.5000, with weights=auto 12.3456 (ratio 1.0125); "
+        "the same likeliest token at 98.8% of 4321 tokens. Text: some|file.txt."
+    )
+    console = Console(width=100, color_system=None)
+    with console.capture() as capture:
+        console.print(render(mixed, quality=quality))
+    assert note in " ".join(capture.get().split())
+    assert "- " + note.replace("|", "\\|") in markdown(mixed, quality=quality).splitlines()
+    data = json.loads(json.dumps(as_dict(mixed, quality=quality)))
+    assert data["quality"] == {
+        "reference_perplexity": 12.3456,
+        "perplexity": 12.5,
+        "ratio": 1.01251,
+        "agreement": 0.9876,
+        "tokens": 4321,
+        "text": "some|file.txt",
+    }
+    assert "Quality" not in shown(mixed) + markdown(mixed)
 
 
 def test_json_takes_params_that_have_no_json_of_their_own() -> None:

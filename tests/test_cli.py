@@ -10,19 +10,23 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import warnings
+import weakref
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import sakiyomi
-from conftest import byte_tokenizer
-from sakiyomi import cli
+from conftest import byte_tokenizer, make_reference, make_target
+from sakiyomi import cli, core
 from sakiyomi.llm import LLM
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 PROMPT = "Repeat after me: the cat sat on the mat. The cat sat on the mat. The cat"
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}[assistant]"
+
+KERNELS = "auto" if core.available() else "torch"  # which says nothing of the core that isn't there
 
 run = CliRunner().invoke
 
@@ -36,7 +40,7 @@ def llm(llama) -> LLM:
 def loads(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     """Let the commands use a model that is loaded already, with the defaults they ask for."""
 
-    def load(model, dtype, context_length, threads, drafter, num_speculative_tokens):
+    def load(model, dtype, weights, kernels, context_length, threads, drafter, num_speculative_tokens):
         return LLM(llm.target, llm.tokenizer, drafter=drafter, num_speculative_tokens=num_speculative_tokens)
 
     monkeypatch.setattr(cli, "_load", load)
@@ -88,10 +92,12 @@ def test_help_prints_at_once_and_without_the_heavy_imports():
             "--drafter",
             "--num-speculative-tokens",
             "--top-p",
+            "--weights",
+            "--kernels",
             "--show-drafts",
             "--json",
         ],
-        "bench": ["--workload", "--category", "--repeats", "--markdown", "--json"],
+        "bench": ["--workload", "--category", "--repeats", "--weights", "--kernels", "--quality-text", "--json"],
         "models": ["--help"],
     }
     code = f"OPTIONS = {options}\n" + textwrap.dedent(code)
@@ -131,6 +137,10 @@ def test_models_lists_the_names(monkeypatch, tmp_path):
         ("bench --workload no-such-file.jsonl", 2, "workload no-such-file.jsonl: can't be read"),
         ("bench --category nonsense", 2, "category 'nonsense': not in this workload; there are chat"),
         ("bench --per-category 0", 2, "per_category=0: must be at least 1"),
+        ("bench --weights int4", 2, "weights='int4': must be one of auto, int8"),
+        ("bench --kernels avx3", 2, "kernels='avx3': must be one of auto, "),
+        ("bench --weights int8 --kernels torch", 2, "weights='int8': needs the compiled core"),
+        ("bench --quality-text a.txt", 2, "--quality-text a.txt: only smaller weights are measured on it; add --w"),
     ],
 )
 def test_a_value_that_cannot_work_is_one_line(monkeypatch, capsys, line, status, message):
@@ -147,6 +157,9 @@ def test_a_value_that_cannot_work_is_one_line(monkeypatch, capsys, line, status,
     [
         ("generate x -d ngramm", 2, "drafter='ngramm': must be one of ngram, none"),
         ("generate x --dtype fp8", 2, "dtype='fp8': must be one of auto, bf16, fp32"),
+        ("generate x --weights int4", 2, "weights='int4': must be one of auto, int8"),
+        ("generate x --kernels avx3", 2, "kernels='avx3': must be one of auto, "),
+        ("generate x --weights int8 --kernels torch", 2, "weights='int8': needs the compiled core"),
         ("generate x -m no-such-file.gguf", 1, "'no-such-file.gguf'"),
         ("generate x -m no-such-folder", 1, "'no-such-folder'"),
         ("bench -m no-such-file.gguf", 1, "'no-such-file.gguf'"),
@@ -463,7 +476,10 @@ def test_bench_compares_every_candidate_with_plain(workload):
     assert found["params"]["max_new_tokens"] == 12
     assert len(found["measurements"]) == 2 * 2 * 3
     assert found["machine"]["model"] == "smollm2-135m"
-    assert found["machine"]["dtype"] == "float32"
+    path = core.resolve()
+    expected = ["float32", "fp32", path] if path else ["float32", "float32", "torch"]
+    assert [found["machine"][name] for name in ("dtype", "weights", "kernels")] == expected
+    assert found["quality"] is None
 
 
 @pytest.mark.usefixtures("loaded")
@@ -494,9 +510,132 @@ def test_bench_that_failed_says_so_in_its_exit_status(monkeypatch, workload, wha
     assert json.loads(result.stdout)[what]
 
 
+@pytest.fixture
+def both_weights(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Let bench load a tiny model, with another head where int8 is asked for; the list is what it asked for."""
+    reference = make_reference("llama", num_hidden_layers=1)
+    asked: list[tuple[str, str]] = []
+    targets: list[weakref.ref[object]] = []
+    changed = make_reference("llama", num_hidden_layers=1)
+    changed.lm_head.weight.data.mul_(0.9)
+
+    def load(model, dtype, weights, kernels, context_length, threads, drafter, num_speculative_tokens):
+        assert not any(target() for target in targets), "the one before takes no memory any more"
+        asked.append((weights, kernels))
+        target = make_target(changed if weights == "int8" else reference, kernels="torch")
+        if weights == "int8":
+            target.weight_format, target.kernels = "int8", "avx2"
+        targets.append(weakref.ref(target))
+        return LLM(target, byte_tokenizer(), drafter=drafter, num_speculative_tokens=num_speculative_tokens)
+
+    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr("sakiyomi.targets.resolve", lambda kernels, weights: None)
+    return asked
+
+
+BRIEF = ["-n", "4", "-k", "2"]
+
+
+def test_bench_measures_the_quality_of_int8_weights_first(both_weights, workload, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("It was the best of times, it was the wörst of times.", encoding="utf-8")
+    command = ["bench", "--workload", workload, *BRIEF, "--weights", "int8", "--kernels", "avx2"]
+    result = run(cli.app, [*command, "--quality-text", str(file), "--json"])
+    assert result.exit_code == 0, result
+    assert both_weights == [("auto", "avx2"), ("int8", "avx2")]
+    found = json.loads(result.stdout)
+    assert (found["machine"]["weights"], found["machine"]["kernels"]) == ("int8", "avx2")
+    quality = found["quality"]
+    assert quality["text"] == str(file)
+    assert quality["tokens"] == len(file.read_bytes()) - 1, "a token is a byte here"
+    assert quality["ratio"] == pytest.approx(quality["perplexity"] / quality["reference_perplexity"])
+    assert quality["ratio"] != 1
+    assert quality["agreement"] == 1, "a head that is smaller throughout changes no ranks"
+
+
+@pytest.mark.usefixtures("both_weights")
+@pytest.mark.parametrize("form", [[], ["--markdown"]], ids=["table", "markdown"])
+def test_bench_shows_quality_and_on_which_text(monkeypatch, workload, form):
+    monkeypatch.setattr("sakiyomi.bench.quality.plain_text", lambda: "one and two")
+    result = run(cli.app, ["bench", "--workload", workload, *BRIEF, "--weights", "int8", *form])
+    assert result.exit_code == 0, result
+    shown = " ".join(result.stdout.split())
+    assert re.search(r"Quality: perplexity [\d.]+, with weights=auto [\d.]+ \(ratio [\d.]+\)", shown)
+    assert re.search(r"at [\d.]+% of 10 tokens\. Text: the first 50 KB of Python 3[\d.]*'s language reference\.", shown)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "can't be read as UTF-8 text"),
+        (b"\xff\xd8", "can't be read as UTF-8 text"),
+        (b"", "is empty; give some pages of text"),
+    ],
+    ids=["missing", "a picture", "empty"],
+)
+def test_a_quality_text_that_is_no_text_costs_no_loading(monkeypatch, capsys, both_weights, tmp_path, content, message):
+    file = tmp_path / "text.txt"
+    if content is not None:
+        file.write_bytes(content)
+    status, out, err = main(monkeypatch, capsys, "bench", "--weights", "int8", "--quality-text", str(file))
+    assert (status, out) == (2, "")
+    assert err.startswith(f"sakiyomi: --quality-text {file}: {message}")
+    assert err.count("\n") == 1
+    assert both_weights == []
+
+
+def test_a_quality_text_of_one_token_is_one_line(monkeypatch, capsys, both_weights, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("a", encoding="utf-8")
+    status, out, err = main(monkeypatch, capsys, "bench", "--weights", "int8", "--quality-text", str(file))
+    assert (status, out) == (2, "")
+    assert "sakiyomi: text: is 1 tokens long; must be at least 2" in err
+    assert both_weights == [("auto", "auto")]
+
+
+@pytest.mark.parametrize("command", [["generate", "x"], ["bench"]])
+def test_weights_and_kernels_reach_load(monkeypatch, command):
+    seen = {}
+
+    def load(model, **options):
+        seen.update(options)
+        raise sakiyomi.OptionError("enough")
+
+    monkeypatch.setattr("sakiyomi.llm.load", load)
+    run(cli.app, [*command, "--kernels", "torch"])
+    assert (seen["weights"], seen["kernels"]) == ("auto", "torch")
+    if core.available() and command[0] == "generate":
+        run(cli.app, [*command, "--weights", "int8", "--kernels", core.available()[-1]])
+        assert (seen["weights"], seen["kernels"]) == ("int8", core.available()[-1])
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_of_load_is_one_line(monkeypatch, capsys, llm):
+    def load(model, **options):
+        warnings.warn("slow,\n but sound", RuntimeWarning, stacklevel=2)
+        return llm
+
+    monkeypatch.setattr("sakiyomi.llm.load", load)
+    status, out, err = main(monkeypatch, capsys, "generate", "x", "-n", "2")
+    assert (status, err) == (0, "sakiyomi: slow, but sound\n")
+    assert out
+    assert warnings.showwarning.__module__ == "warnings", "as it was before"
+
+
+@pytest.mark.filterwarnings("default")
+def test_other_warnings_of_load_keep_their_form(monkeypatch, llm):
+    def load(model, **options):
+        warnings.warn("old", DeprecationWarning, stacklevel=1)
+        return llm
+
+    monkeypatch.setattr("sakiyomi.llm.load", load)
+    with pytest.warns(DeprecationWarning, match="old"):
+        run(cli.app, ["generate", "x", "-n", "2"])
+
+
 @pytest.fixture(scope="module")
 def default_model() -> LLM:
-    return sakiyomi.load("smollm2-135m", progress=False)
+    return sakiyomi.load("smollm2-135m", kernels=KERNELS, progress=False)
 
 
 @pytest.mark.model
@@ -529,9 +668,23 @@ def test_default_model_on_the_built_in_workload(monkeypatch, default_model):
 
 @pytest.mark.model
 def test_the_command_answers_in_a_process_of_its_own():
-    command = [sys.executable, "-m", "sakiyomi.cli", "generate", "-", "-n", "8"]
+    command = [sys.executable, "-m", "sakiyomi.cli", "generate", "-", "-n", "8", "--kernels", KERNELS]
     question = "What is the capital of France?"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads wait for each other where the machine is busy
     done = subprocess.run(command, input=question, capture_output=True, text=True, check=True, env=environment)
     assert "Paris" in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.model
+def test_a_missing_core_is_told_in_one_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("SAKIYOMI_CORE_LIBRARY", str(tmp_path / "none"))
+    monkeypatch.delenv("SAKIYOMI_KERNELS", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    command = [sys.executable, "-m", "sakiyomi.cli", "generate", "x", "-n", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr.startswith("sakiyomi: the compiled core isn't there")
+    assert done.stderr.count("\n") == 1
+    monkeypatch.setenv("SAKIYOMI_KERNELS", "torch")  # chosen, so there is nothing to tell
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == ""

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from conftest import VOCAB, byte_tokenizer, make_reference, make_target
+from sakiyomi import core
 from sakiyomi.drafters import NgramDrafter
 from sakiyomi.engine import Chunk, Engine
 from sakiyomi.errors import DrafterError, OptionError, PromptError
-from sakiyomi.interfaces import Draft
+from sakiyomi.interfaces import Draft, Target, TargetOutput
 from sakiyomi.sampling import SamplingParams
 from sakiyomi.targets.linear import can_pack
-from sakiyomi.targets.native import NativeTarget
 
 PROMPT = [7, 8, 9, 7, 8, 9, 40, 41, 7, 8]
 GREEDY = SamplingParams(max_new_tokens=60)
@@ -104,16 +104,23 @@ def ids(chunks: list[Chunk]) -> list[int]:
 
 
 @pytest.fixture(scope="session")
-def engine(llama: NativeTarget) -> Engine:
+def engine(llama: Target) -> Engine:
     return Engine(llama, byte_tokenizer())
 
 
+@pytest.fixture(scope="session", params=["torch", "auto"])
+def either_kernels(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="session", params=[torch.float32, torch.bfloat16], ids=str)
-def family_engine(request: pytest.FixtureRequest, family: str, reference: torch.nn.Module) -> Engine:
+def family_engine(
+    request: pytest.FixtureRequest, family: str, reference: torch.nn.Module, either_kernels: str
+) -> Engine:
     if request.param is torch.bfloat16 and "-" in family and family != "mistral-window":
         pytest.skip("bf16 is run for one model of each family")
-    target = make_target(reference, request.param)
-    if can_pack(request.param):
+    target = make_target(reference, request.param, kernels=either_kernels)
+    if either_kernels == "auto" or can_pack(request.param):
         assert target.exactness == "bit-exact"
     return Engine(target)
 
@@ -331,19 +338,22 @@ def test_what_cannot_be_a_draft_ends_its_request_only(engine, draft, message):
     assert ids([first, *engine.run(good)]) == plain
 
 
-def test_an_error_of_the_target_leaves_requests_as_they_were(llama, monkeypatch):
-    """Whatever fails last, the logits: keys and values of the rows have been written by then."""
+@pytest.mark.parametrize("kernels", sorted({"torch", *core.available()[:1]}))
+def test_an_error_of_the_target_leaves_requests_as_they_were(kernels, monkeypatch):
+    """Whatever fails last: keys and values of the rows have been written by then."""
 
     def fail(x):
         raise MemoryError
 
-    engine = Engine(llama)
+    target = make_target(make_reference("llama", num_hidden_layers=2), kernels=kernels)
+    last = (target, "_head") if kernels == "torch" else (core.library, "check")
+    engine = Engine(target)
     plain = ids(run(engine, GREEDY))
     for k in (0, 3):
         requests = [engine.request(PROMPT, GREEDY, oracle(plain, 0.7), k) for _ in range(2)]
         first = engine.round(requests)
         with monkeypatch.context() as patch:
-            patch.setattr(llama, "_head", fail)
+            patch.setattr(*last, fail)
             with pytest.raises(MemoryError):
                 engine.round(requests)
         for request, chunk in zip(requests, first, strict=True):
@@ -358,9 +368,9 @@ def test_broken_logits_end_their_request(llama, monkeypatch):
     """Greedy too: the largest of numbers that are none would be token 0."""
     engine = Engine(llama)
     request = engine.request(PROMPT, GREEDY)
-    head = llama._head
+    forward = llama.forward
     with monkeypatch.context() as patch:
-        patch.setattr(llama, "_head", lambda x: head(x) * torch.nan)
+        patch.setattr(llama, "forward", lambda work: [TargetOutput(out.logits * torch.nan) for out in forward(work)])
         (error,) = engine.round([request])
     assert isinstance(error, OptionError)
     assert "the model's own logits are broken" in str(error)

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from sakiyomi import LLM, NgramDrafter, OptionError, PromptError, SamplingParams, load
+from sakiyomi import LLM, NgramDrafter, OptionError, PromptError, SamplingParams, core, load
 from sakiyomi.bench.workload import Prompt, builtin_workload, select
 from sakiyomi.interfaces import Draft, Work
 from sakiyomi.models import open_weights, read_config, resolve
+from sakiyomi.targets import load_decoder
+from sakiyomi.targets.decoder import DecoderConfig
 from sakiyomi.targets.linear import can_pack
-from sakiyomi.targets.native import DecoderConfig, NativeTarget
 
 pytestmark = pytest.mark.model
 PASSAGE = select(builtin_workload(), ["summarising"], 1)[0].messages[-1]["content"]
@@ -56,7 +57,7 @@ class RandomDrafter:
 
 
 def test_is_bit_exact(llm):
-    if not can_pack(llm.target.dtype):
+    if not core.available() and not can_pack(llm.target.dtype):
         pytest.skip("no packed kernels on this processor")
     assert llm.exactness == "bit-exact"
 
@@ -85,12 +86,13 @@ def test_wrong_drafts_change_nothing(llm):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logits_are_those_of_transformers(llm, dtype):
+def test_logits_are_those_of_transformers(llm, dtype, kernels):
     import transformers
 
     folder = resolve("smollm2-135m", progress=False)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    target = NativeTarget(DecoderConfig.from_huggingface(read_config(folder)), open_weights(folder), dtype)
+    config, name = DecoderConfig.from_huggingface(read_config(folder)), "bf16" if dtype is torch.bfloat16 else "fp32"
+    target = load_decoder(config, open_weights(folder), dtype=name, kernels=kernels)
     ids = llm.tokenizer.encode(PASSAGE)
     with torch.inference_mode():
         expected = theirs(torch.tensor([ids])).logits[0].float()

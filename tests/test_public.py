@@ -14,6 +14,7 @@ from sakiyomi import errors
 
 NAMES = [
     "LLM",
+    "CapacityError",
     "Chunk",
     "CorruptModelError",
     "DownloadError",

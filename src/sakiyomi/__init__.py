@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sakiyomi.drafters import NgramDrafter
     from sakiyomi.engine import Chunk, Token
     from sakiyomi.errors import (
+        CapacityError,
         CorruptModelError,
         DownloadError,
         DrafterError,
@@ -37,6 +38,7 @@ _HOMES = {
     "sakiyomi.drafters": ("NgramDrafter",),
     "sakiyomi.engine": ("Chunk", "Token"),
     "sakiyomi.errors": (
+        "CapacityError",
         "CorruptModelError",
         "DownloadError",
         "DrafterError",
@@ -55,6 +57,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "LLM",
+    "CapacityError",
     "Chunk",
     "CorruptModelError",
     "DownloadError",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
+import platform
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from sakiyomi.bench import Evaluation, Quality
     from sakiyomi.engine import Token
     from sakiyomi.llm import LLM, Prompt
     from sakiyomi.stats import Stats
@@ -32,7 +36,17 @@ Model = Annotated[
         "--model", "-m", help="A known name (smollm2-135m), a Hugging Face folder, a hub id, or a .gguf file."
     ),
 ]
-Dtype = Annotated[str, typer.Option(help="auto (bf16 where the processor has it, else fp32), bf16, or fp32.")]
+Dtype = Annotated[str, typer.Option(help="auto (bf16 wherever that is faster, else fp32), bf16, or fp32.")]
+Weights = Annotated[
+    str, typer.Option(help="auto (as --dtype), or int8: half the bytes, at some cost that bench measures.")
+]
+Kernels = Annotated[
+    str,
+    typer.Option(
+        help="An instruction path of the compiled core (amx, avx2, ...), or torch. "
+        "auto: what the environment variable SAKIYOMI_KERNELS says, else the fastest."
+    ),
+]
 ContextLength = Annotated[int | None, typer.Option(help="Lower the model's own context length.")]
 Threads = Annotated[
     int | None,
@@ -103,6 +117,8 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of the answer.")] = False,
     seed: Seed = 0,
     dtype: Dtype = "auto",
+    weights: Weights = "auto",
+    kernels: Kernels = "auto",
     context_length: ContextLength = None,
     threads: Threads = None,
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour the accepted draft tokens.")] = False,
@@ -131,7 +147,7 @@ def generate(
     if not text:  # as a message it would be answered
         raise PromptError("prompt: is empty; give at least one character")
     looked_up = None if reference is None else _read_reference(reference, drafter)
-    llm = _load(model, dtype, context_length, threads, drafter, num_speculative_tokens)
+    llm = _load(model, dtype, weights, kernels, context_length, threads, drafter, num_speculative_tokens)
     if looked_up is not None:
         from sakiyomi.drafters import NgramDrafter
 
@@ -244,15 +260,24 @@ def bench(
     seed: Seed = 0,
     repeats: Annotated[int, typer.Option(help="How many times each prompt is answered by each case.")] = 1,
     dtype: Dtype = "auto",
+    weights: Weights = "auto",
+    kernels: Kernels = "auto",
     context_length: ContextLength = None,
     threads: Threads = None,
+    quality_text: Annotated[
+        Path | None,
+        typer.Option(help="A text file to measure the quality of int8 weights on. Default: Python's own reference."),
+    ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure plain decoding against drafters on a workload: interleaved, paired, output compared."""
+    """Measure plain decoding against drafters on a workload: interleaved, paired, output compared.
+
+    With --weights int8 also what they cost: perplexity, and how often the likeliest token stays the same.
+    """
     from rich.console import Console
 
-    from sakiyomi import drafters
+    from sakiyomi import drafters, targets
     from sakiyomi.bench import report
     from sakiyomi.bench.runner import Candidate, run_benchmark
     from sakiyomi.bench.workload import builtin_workload, load_workload, select
@@ -265,16 +290,29 @@ def bench(
     candidates = [Candidate(d, k) for d in drafter or ["ngram"] for k in num_speculative_tokens or [3, 5, 7]]
     for candidate in candidates:
         drafters.resolve(candidate.drafter)  # a wrong name should not cost the time of loading
-    llm = _load(model, dtype, context_length, threads, "none", 0)
+    targets.resolve(kernels, weights)
+    text = _quality_text(quality_text, weights)
+
+    def load(weights: str) -> LLM:
+        return _load(model, dtype, weights, kernels, context_length, threads, "none", 0)
+
+    llm, quality = (load(weights), None) if text is None else _load_and_compare(load, weights, *text)
     with _progress() as progress:
         result = run_benchmark(llm, prompts, candidates, params, repeats=repeats, seed=seed, progress=progress)
-    facts = report.machine_facts(model=model, dtype=_dtype_name(llm), exactness=llm.exactness)
+    dtype_name = str(getattr(llm.target, "dtype", "unknown")).removeprefix("torch.")
+    facts = report.machine_facts(
+        model=model,
+        dtype=dtype_name,
+        weights=getattr(llm.target, "weight_format", dtype_name),
+        kernels=getattr(llm.target, "kernels", "torch"),
+        exactness=llm.exactness,
+    )
     if as_json:
-        print(json.dumps(report.as_dict(result, facts)))
+        print(json.dumps(report.as_dict(result, facts, quality)))
     elif markdown:
-        print(report.markdown(result, facts))
+        print(report.markdown(result, facts, quality))
     else:
-        Console().print(report.render(result, facts))
+        Console().print(report.render(result, facts, quality))
     if result.partial:
         sys.exit(130)
     if result.differences:
@@ -294,6 +332,8 @@ def models() -> None:
 def _load(
     model: str,
     dtype: str,
+    weights: str,
+    kernels: str,
     context_length: int | None,
     threads: int | None,
     drafter: str,
@@ -311,13 +351,53 @@ def _load(
     if threads is not None:
         torch.set_num_threads(threads)
 
-    return load(
-        model,
-        dtype=dtype,  # type: ignore[arg-type]  # load checks it
-        context_length=context_length,
-        drafter=drafter,
-        num_speculative_tokens=num_speculative_tokens,
-    )
+    with _warnings_in_one_line():
+        return load(
+            model,
+            dtype=dtype,  # type: ignore[arg-type]  # load checks it
+            weights=weights,  # type: ignore[arg-type]
+            kernels=kernels,
+            context_length=context_length,
+            drafter=drafter,
+            num_speculative_tokens=num_speculative_tokens,
+        )
+
+
+@contextmanager
+def _warnings_in_one_line() -> Iterator[None]:
+    """Show a RuntimeWarning as a line on standard error, without the file and line that raised it."""
+    with warnings.catch_warnings():
+        show_otherwise = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, RuntimeWarning):
+                print(f"sakiyomi: {' '.join(str(message).split())}", file=sys.stderr)
+            else:
+                show_otherwise(message, category, *where, **more)
+
+        warnings.showwarning = show
+        yield
+
+
+def _load_and_compare(load: Callable[[str], LLM], weights: str, text: str, name: str) -> tuple[LLM, Quality]:
+    """Return the model with these weights, and how it compares on a text with the model with its own."""
+    from sakiyomi.bench.quality import compare
+
+    reference = _evaluate(load("auto"), text, "auto")  # kept by no name: two models at once may not fit in memory
+    gc.collect()
+    llm = load(weights)
+    return llm, compare(reference, _evaluate(llm, text, weights), text=name)
+
+
+def _evaluate(llm: LLM, text: str, weights: str) -> Evaluation:
+    from sakiyomi.bench.quality import evaluate
+
+    with _progress() as progress:
+        return evaluate(
+            llm.target,
+            llm.tokenizer.encode(text),
+            progress=lambda done, total: progress(done, total, f"quality, weights {weights}"),
+        )
 
 
 def _read_stdin() -> str:
@@ -334,14 +414,33 @@ def _read_reference(path: Path, drafter: str) -> str:
 
     if drafter != "ngram":
         raise OptionError(f"--reference {path}: only the ngram drafter uses it; add --drafter ngram")
+    return _read_text(path, "--reference")
+
+
+def _quality_text(path: Path | None, weights: str) -> tuple[str, str] | None:
+    """Return the text to measure quality on, and which it is; None where there is nothing to measure."""
+    from sakiyomi.bench.quality import KILOBYTES, plain_text
+    from sakiyomi.errors import OptionError
+
+    if weights == "auto":
+        if path is not None:
+            raise OptionError(f"--quality-text {path}: only smaller weights are measured on it; add --weights int8")
+        return None
+    if path is None:
+        return plain_text(), f"the first {KILOBYTES} KB of Python {platform.python_version()}'s language reference"
+    text = _read_text(path, "--quality-text")
+    if not text:
+        raise OptionError(f"--quality-text {path}: is empty; give some pages of text")
+    return text, str(path)
+
+
+def _read_text(path: Path, option: str) -> str:
+    from sakiyomi.errors import OptionError
+
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"--reference {path}: can't be read as UTF-8 text: {error}") from None
-
-
-def _dtype_name(llm: LLM) -> str:
-    return str(getattr(llm.target, "dtype", "unknown")).removeprefix("torch.")
+        raise OptionError(f"{option} {path}: can't be read as UTF-8 text: {error}") from None
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 SakiyomiError
 ├── OptionError        an option has a value that can't work (also a ValueError)
 ├── PromptError        a prompt that can't be answered: empty, too long, no chat template
+├── CapacityError      a sequence would outgrow the context
 ├── DrafterError       a drafter proposed what can't be a draft
 └── ModelError         a model that can't be loaded
     ├── ModelNotFoundError     no such name, folder, file or hub id
@@ -24,6 +25,10 @@ class OptionError(SakiyomiError, ValueError):
 
 class PromptError(SakiyomiError, ValueError):
     """A prompt that can't be answered."""
+
+
+class CapacityError(SakiyomiError):
+    """A sequence would outgrow the context. Nothing was computed."""
 
 
 class DrafterError(SakiyomiError):

@@ -51,7 +51,7 @@ class Work:
 class TargetOutput:
     """What a target forward gives for one :class:`Work`.
 
-    ``logits``: [logit_rows, vocab_size] in the target's dtype. ``hidden``: one [rows, hidden_size] tensor per
+    ``logits``: [logit_rows, vocab_size], float32 or the target's dtype. ``hidden``: one [rows, hidden_size] tensor per
     requested layer, where layer 0 is the embedding and layer i the residual stream after i decoder layers. All are
     inference tensors: clone them before you train on them.
     """

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal
 
-import torch
-
-from sakiyomi import drafters, models
+from sakiyomi import core, drafters, models, targets
 from sakiyomi.engine import Chunk, Engine, FinishReason
 from sakiyomi.errors import OptionError, PromptError
 from sakiyomi.interfaces import Drafter, Exactness, Target
 from sakiyomi.sampling import SamplingParams
 from sakiyomi.stats import Stats
-from sakiyomi.targets.linear import native_bf16
-from sakiyomi.targets.native import DecoderConfig, NativeTarget
+from sakiyomi.targets.decoder import DecoderConfig
 from sakiyomi.text import Message, Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Message]
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = ("auto", "bf16", "fp32")
 NUM_SPECULATIVE_TOKENS = 7
 _DEFAULT: Literal["default"] = "default"
 
@@ -43,6 +41,8 @@ def load(
     model: str | os.PathLike[str],
     *,
     dtype: Literal["auto", "bf16", "fp32"] = "auto",
+    weights: Literal["auto", "int8"] = "auto",
+    kernels: str = "auto",
     drafter: str | Drafter | None = "ngram",
     num_speculative_tokens: int = NUM_SPECULATIVE_TOKENS,
     context_length: int | None = None,
@@ -50,13 +50,15 @@ def load(
 ) -> LLM:
     """Load a model: a known name, a folder in Hugging Face layout, a hub id, or a .gguf file.
 
-    ``dtype="auto"`` is bf16 where the processor multiplies it natively, else fp32. ``context_length`` lowers the
-    model's own. ``progress`` shows a bar on standard error while something is fetched or converted.
-    Raises ModelError or OptionError.
+    ``dtype="auto"`` is bf16 wherever that is faster, else fp32. ``weights="int8"`` halves what is read of the weights,
+    at some cost in quality (``sakiyomi bench --weights int8`` measures it). ``kernels``: an instruction path of the
+    compiled core (see ``sakiyomi.core.available()``) or "torch"; "auto" is the fastest, or what SAKIYOMI_KERNELS says.
+    ``context_length`` lowers the model's own. ``progress`` shows a bar on standard error while something is fetched or
+    converted. Warns once where the compiled core isn't there. Raises ModelError or OptionError.
     """
-    if dtype != "auto" and dtype not in DTYPES:
-        raise OptionError(f"dtype={dtype!r}: must be one of auto, {', '.join(DTYPES)}")
-    torch_dtype = DTYPES[("bf16" if native_bf16() else "fp32") if dtype == "auto" else dtype]
+    if dtype not in DTYPES:
+        raise OptionError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
+    targets.resolve(kernels, weights)
     drafters.resolve(drafter)  # what is wrong here should not cost the time of loading
     _check_draft_length(num_speculative_tokens)
     folder = models.resolve(model, progress=progress)
@@ -64,7 +66,21 @@ def load(
     if context_length is not None and not 2 <= context_length <= config.context_length:
         raise OptionError(f"context_length={context_length}: must be in 2..{config.context_length} for this model")
     tokenizer = Tokenizer.from_folder(folder)
-    target = NativeTarget(config, models.open_weights(folder), torch_dtype, context_length)
+    if kernels == "auto" and not core.available() and os.environ.get("SAKIYOMI_KERNELS") != "torch":
+        warnings.warn(
+            "the compiled core isn't there, so that torch's kernels run, at about a quarter of the speed; "
+            "install sakiyomi again with a C++ compiler at hand, or choose kernels='torch'",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    target = targets.load_decoder(
+        config,
+        models.open_weights(folder),
+        dtype=dtype,
+        weights=weights,
+        kernels=kernels,
+        context_length=context_length,
+    )
     return LLM(target, tokenizer, drafter=drafter, num_speculative_tokens=num_speculative_tokens)
 
 

@@ -1,5 +1,6 @@
-"""Measure plain decoding against drafters on a workload."""
+"""Measure plain decoding against drafters on a workload, and what smaller weights cost in quality."""
 
+from sakiyomi.bench.quality import Evaluation, Quality, compare, evaluate, plain_text
 from sakiyomi.bench.report import as_dict, machine_facts, markdown, render
 from sakiyomi.bench.runner import (
     BenchResult,
@@ -16,15 +17,20 @@ __all__ = [
     "BenchResult",
     "Candidate",
     "Difference",
+    "Evaluation",
     "Measurement",
     "Prompt",
+    "Quality",
     "Skipped",
     "Summary",
     "as_dict",
     "builtin_workload",
+    "compare",
+    "evaluate",
     "load_workload",
     "machine_facts",
     "markdown",
+    "plain_text",
     "render",
     "run_benchmark",
     "select",

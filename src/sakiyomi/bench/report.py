@@ -17,6 +17,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from sakiyomi.bench.quality import Quality
 from sakiyomi.bench.runner import PLAIN, BenchResult, Summary
 from sakiyomi.interfaces import Exactness
 from sakiyomi.stats import Spread
@@ -27,8 +28,13 @@ Facts = Mapping[str, str | int]
 _STYLES = {"faster": "bold green", "slower": "bold red", "unclear": "bold yellow"}
 
 
-def machine_facts(*, model: str, dtype: str, exactness: Exactness, device: str = "cpu") -> dict[str, str | int]:
-    """Return what a reader needs to judge the figures: machine, versions, model, exactness and date (UTC)."""
+def machine_facts(
+    *, model: str, dtype: str, weights: str, kernels: str, exactness: Exactness, device: str = "cpu"
+) -> dict[str, str | int]:
+    """Return what a reader needs to judge the figures: machine, versions, model, exactness and date (UTC).
+
+    ``weights``: the format that they are kept in. ``kernels``: the compiled core's instruction path, or torch.
+    """
     try:
         own_version = version("sakiyomi")
     except PackageNotFoundError:  # a checkout that is not installed
@@ -37,6 +43,8 @@ def machine_facts(*, model: str, dtype: str, exactness: Exactness, device: str =
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "model": model,
         "dtype": dtype,
+        "weights": weights,
+        "kernels": kernels,
         "exactness": exactness,
         "device": device,
         "cpu": _cpu_name(),
@@ -52,7 +60,7 @@ def machine_facts(*, model: str, dtype: str, exactness: Exactness, device: str =
     return facts
 
 
-def render(result: BenchResult, facts: Facts | None = None) -> Group:
+def render(result: BenchResult, facts: Facts | None = None, quality: Quality | None = None) -> Group:
     """Return what ``rich.print`` shows: one table with a group of rows per category, then what to note."""
     # Cells fold where the screen is narrow: a cut figure is worse than an ugly one.
     table = Table(title=_headline(result), title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
@@ -74,11 +82,11 @@ def render(result: BenchResult, facts: Facts | None = None) -> Group:
         for each in summaries:
             table.add_row(*_row(each))
     parts: list[Table | Text] = [table] if result.summaries else [Text(_headline(result))]
-    parts.extend(Text(note, style="bold red" if loud else "") for loud, note in _notes(result, facts))
+    parts.extend(Text(note, style="bold red" if loud else "") for loud, note in _notes(result, facts, quality))
     return Group(*parts)
 
 
-def markdown(result: BenchResult, facts: Facts | None = None) -> str:
+def markdown(result: BenchResult, facts: Facts | None = None, quality: Quality | None = None) -> str:
     """Return a Markdown table and its notes, for a README."""
     lines = [
         "| category | case | speed-up, spread | verdict | TPOT ms | tokens per target call "
@@ -99,17 +107,18 @@ def markdown(result: BenchResult, facts: Facts | None = None) -> str:
                 f"{each.identical}/{each.compared}",
             )
             lines.append("| " + " | ".join(_escape(cell) for cell in cells) + " |")
-    notes = [_headline(result), *(note for _, note in _notes(result, facts))]
+    notes = [_headline(result), *(note for _, note in _notes(result, facts, quality))]
     return "\n".join(lines) + "\n\n" + "\n".join(f"- {_escape(note)}" for note in notes) + "\n"
 
 
-def as_dict(result: BenchResult, facts: Facts | None = None) -> dict[str, object]:
+def as_dict(result: BenchResult, facts: Facts | None = None, quality: Quality | None = None) -> dict[str, object]:
     """Return the result ready for JSON: settings, summaries, differences, and every generation's metrics."""
     params = {field.name: getattr(result.params, field.name) for field in fields(result.params)}
     params["logit_bias"] = dict(result.params.logit_bias)
     params["processors"] = len(result.params.processors)  # functions have no JSON
     return {
         "machine": dict(facts or {}),
+        "quality": asdict(quality) if quality else None,
         "params": params,
         "repeats": result.repeats,
         "seed": result.seed,
@@ -167,7 +176,7 @@ def _headline(result: BenchResult) -> str:
     )
 
 
-def _notes(result: BenchResult, facts: Facts | None) -> Iterator[tuple[bool, str]]:
+def _notes(result: BenchResult, facts: Facts | None, quality: Quality | None) -> Iterator[tuple[bool, str]]:
     """Yield notes in reading order, and whether each is bad news."""
     if result.partial:
         measured = any(each.category is None for each in result.summaries)
@@ -196,6 +205,13 @@ def _notes(result: BenchResult, facts: Facts | None) -> Iterator[tuple[bool, str
             False,
             "Speed-up = plain TPOT / speculative TPOT: the median over paired prompts, and the quartiles "
             "(fewer than 4 prompts: lowest and highest). Unclear: that spread includes 1, or fewer than 3 prompts.",
+        )
+    if quality:
+        yield (
+            False,
+            f"Quality: perplexity {quality.perplexity:.4f}, with weights=auto {quality.reference_perplexity:.4f} "
+            f"(ratio {quality.ratio:.4f}); the same likeliest token at {quality.agreement:.1%} of {quality.tokens} "
+            f"tokens. Text: {quality.text}.",
         )
     if facts:
         yield False, ", ".join(f"{name}: {value}" for name, value in facts.items())

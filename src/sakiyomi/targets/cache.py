@@ -25,6 +25,11 @@ class KeyValues:
         """Tokens that there is room for."""
         return self.memory.shape[3]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that keys and values take."""
+        return self.memory.nbytes
+
     @torch.inference_mode()
     def reserve(self, length: int) -> None:
         """Make room for ``length`` tokens; a quarter is added at least, so that copies stay rare."""

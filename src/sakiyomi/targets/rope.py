@@ -10,7 +10,7 @@ import torch
 
 from sakiyomi.errors import UnsupportedModelError
 
-_BLOCK = 1024  # positions computed at a time: one shape, so that a position has the same bits always
+BLOCK = 1024  # positions computed at a time: one shape, so that a position has the same bits always
 SUPPORTED = ("default", "linear", "llama3", "yarn")
 
 
@@ -72,6 +72,12 @@ def _yarn_attention_factor(settings: Mapping[str, Any], factor: float) -> float:
     return scale(1.0)
 
 
+def cosines_and_sines(start: int, frequencies: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return those of ``BLOCK`` positions from ``start`` on: two float32 [BLOCK, head_dim / 2]."""
+    angles = torch.arange(start, start + BLOCK).float()[:, None] * frequencies
+    return angles.cos() * factor, angles.sin() * factor
+
+
 class RopeTable:
     """Cosines and sines by position, computed as positions come up.
 
@@ -89,8 +95,7 @@ class RopeTable:
         cos, sin = self._table
         while cos.shape[0] <= max(positions):
             start = cos.shape[0]
-            angles = torch.arange(start, start + _BLOCK).float()[:, None] * self._frequencies
-            c, s = angles.cos() * self._factor, angles.sin() * self._factor
+            c, s = cosines_and_sines(start, self._frequencies, self._factor)
             cos = torch.cat([cos, torch.stack([c, c], 1)[:, None].to(self._dtype)])
             sin = torch.cat([sin, torch.stack([-s, s], 1)[:, None].to(self._dtype)])
             self._table = (cos, sin)  # both at once: an interrupt must not leave them unequal

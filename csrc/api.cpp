@@ -1,0 +1,230 @@
+#include <algorithm>
+#include <numeric>
+#include <string>
+
+#include "core.h"
+#include "cpu.h"
+#include "decoder.h"
+
+using namespace sakiyomi;
+
+struct saki_linear {
+    std::shared_ptr<Linear> linear;
+};
+struct saki_decoder {
+    std::shared_ptr<Decoder> decoder;
+};
+struct saki_sequence {
+    Sequence sequence;
+};
+
+namespace {
+
+thread_local std::string last_error;
+
+// Run what may throw; 0 when it went well, 1 when memory ran out, 2 for anything else.
+template <class F>
+int32_t guarded(F f) {
+    try {
+        f();
+        return 0;
+    } catch (const std::bad_alloc &) {
+        last_error = "out of memory";
+        return 1;
+    } catch (const std::exception &error) {
+        last_error = error.what();
+        return 2;
+    }
+}
+
+const Kernels &path_named(const char *name) {
+    if (const Kernels *found = path(name)) return *found;
+    throw std::invalid_argument(std::string("no instruction path ") + name + " on this machine");
+}
+
+std::vector<float> copied(const float *values, int64_t size) {
+    return values ? std::vector<float>(values, values + size) : std::vector<float>();
+}
+
+struct Rows {
+    Buffer buffer, scales, sums;
+    Operand operand;
+
+    Rows(const Kernels &kernels, const Linear &linear, int64_t rows) {
+        const Kind kind = kernels.kind(linear.format);
+        const int64_t stride = linear.depth * element_size(kind) + 64;
+        buffer = Buffer((rows + SPARE_ROWS) * stride);
+        const int64_t groups = linear.depth / DEPTH;
+        if (linear.format == Format::int8) {
+            scales = Buffer(rows * groups * 4);
+            sums = Buffer(rows * groups * 4);
+        }
+        operand = {kind, buffer.data(), stride, scales.floats(), reinterpret_cast<int32_t *>(sums.data()), groups};
+    }
+};
+
+// What the threads share of a linear, or a gated MLP, that runs on its own.
+struct Piece {
+    const Kernels &kernels;
+    std::shared_ptr<const Linear> linear, gate_up;
+    std::vector<float> norm;
+    float eps;
+    const float *x;
+    int64_t rows;
+    float *y;
+    int64_t out_stride;
+    Rows in, gated;
+    Buffer staged;
+
+    void run(Team &team) {
+        kernels.begin();
+        const Linear &first = gate_up ? *gate_up : *linear;
+        team.phase(rows, std::max<int64_t>(1, rows / team.threads), [&](int64_t begin, int64_t end) {
+            for (int64_t row = begin; row < end; ++row)
+                kernels.norm(x + row * first.in_features, norm.empty() ? nullptr : norm.data(), first.in_features, eps, in.operand, row);
+        });
+        if (gate_up) {
+            const bool integers = linear->format == Format::int8;
+            const int64_t stage = round_up(linear->in_features, DEPTH);
+            const Operand staging{Kind::f32, staged.data(), stage * 4, nullptr, nullptr, 0};
+            multiply(team, *gate_up, in.operand, Finish::silu_mul, integers ? staging : gated.operand);
+            if (integers)
+                team.phase(rows, 1, [&](int64_t row, int64_t) {
+                    kernels.norm(staged.floats() + row * stage, nullptr, linear->in_features, 0, gated.operand, row);
+                });
+        }
+        multiply(team, *linear, gate_up ? gated.operand : in.operand, Finish::store, {});
+        kernels.end();
+    }
+
+    void multiply(Team &team, const Linear &which, const Operand &from, Finish finish, const Operand &destination) {
+        const LinearCall call{which.weights(), from, rows, finish, y, out_stride, destination};
+        team.phase(which.blocks, std::max<int64_t>(1, which.blocks / (4 * team.threads)),
+                   [&](int64_t begin, int64_t end) { kernels.linear(call, begin, end); });
+    }
+};
+
+}  // namespace
+
+int32_t saki_version(void) { return SAKI_VERSION; }
+
+const char *saki_error(void) { return last_error.c_str(); }
+
+const char *saki_paths(void) {
+    static const std::string names = [] {
+        std::string all;
+        for (const Kernels *kernels : paths()) all += (all.empty() ? "" : ",") + std::string(kernels->name);
+        return all;
+    }();
+    return names.c_str();
+}
+
+saki_linear *saki_linear_new(int32_t format, int64_t out_features, int64_t in_features, int32_t gated) {
+    saki_linear *made = nullptr;
+    guarded([&] { made = new saki_linear{std::make_shared<Linear>(static_cast<Format>(format), out_features, in_features, gated != 0)}; });
+    return made;
+}
+
+void saki_linear_free(saki_linear *linear) { delete linear; }
+
+int64_t saki_linear_bytes(const saki_linear *linear) { return linear->linear->bytes(); }
+
+void saki_linear_fill(saki_linear *linear, int64_t first, int64_t rows, const void *values, int32_t format, int64_t stride) {
+    linear->linear->fill(first, rows, values, static_cast<Format>(format), stride);
+}
+
+int32_t saki_linear_fill_bias(saki_linear *linear, int64_t first, int64_t rows, const float *values) {
+    return guarded([&] { linear->linear->fill_bias(first, rows, values); });
+}
+
+int32_t saki_linear_run(const char *path, const saki_linear *linear, const saki_linear *gate_up, const float *norm, float eps,
+                        const float *x, int64_t rows, float *y, int64_t out_stride, int32_t threads) {
+    return guarded([&] {
+        const Kernels &kernels = path_named(path);
+        const Linear &last = *linear->linear, &first = gate_up ? *gate_up->linear : last;
+        const auto piece = std::make_shared<Piece>(
+            Piece{kernels, linear->linear, gate_up ? gate_up->linear : nullptr, copied(norm, first.in_features), eps, x, rows, y, out_stride,
+                  Rows(kernels, first, rows), Rows(kernels, last, gate_up ? rows : 0),
+                  Buffer(gate_up && last.format == Format::int8 ? rows * round_up(last.in_features, DEPTH) * 4 : 0)});
+        Pool::instance().run(threads, [piece](Team &team) { piece->run(team); });
+    });
+}
+
+int32_t saki_top(const float *y, int64_t rows, int64_t size, int64_t stride, int32_t k, float *values, int64_t *places, int32_t threads) {
+    return guarded([&] {
+        Pool::instance().run(threads, [=](Team &team) {
+            team.phase(rows, 1, [&](int64_t row, int64_t) {
+                // A short list, largest first; few values get past its last entry.
+                const float *from = y + row * stride;
+                float *best = values + row * k;
+                int64_t *where = places + row * k;
+                int32_t held = 0;
+                for (int64_t i = 0; i < size; ++i) {
+                    if (held == k && !(from[i] > best[k - 1])) continue;
+                    int32_t at = held < k ? held++ : k - 1;
+                    for (; at > 0 && from[i] > best[at - 1]; --at) {
+                        best[at] = best[at - 1];
+                        where[at] = where[at - 1];
+                    }
+                    best[at] = from[i];
+                    where[at] = i;
+                }
+            });
+        });
+    });
+}
+
+saki_decoder *saki_decoder_new(const char *path, const saki_shape *shape, const saki_layer *layers, const float *norm,
+                               const saki_linear *head, const void *embedding, int32_t embedding_format) {
+    saki_decoder *made = nullptr;
+    guarded([&] {
+        const DecoderShape given{shape->layers, shape->heads, shape->kv_heads, shape->head_dim, shape->hidden,
+                                 static_cast<Format>(shape->cache_format), shape->eps, shape->attention_scale};
+        const auto decoder = std::make_shared<Decoder>(given, path_named(path));
+        for (int32_t i = 0; i < shape->layers; ++i) {
+            const saki_layer &layer = layers[i];
+            decoder->layers.push_back({copied(layer.attention_norm, shape->hidden), copied(layer.query_norm, shape->head_dim),
+                                       copied(layer.key_norm, shape->head_dim), copied(layer.mlp_norm, shape->hidden),
+                                       layer.qkv->linear, layer.output->linear, layer.gate_up->linear, layer.down->linear, layer.window});
+        }
+        decoder->norm = copied(norm, shape->hidden);
+        if (head) decoder->head = head->linear;
+        decoder->embedding = embedding;
+        decoder->embedding_format = static_cast<Format>(embedding_format);
+        made = new saki_decoder{decoder};
+    });
+    return made;
+}
+
+void saki_decoder_free(saki_decoder *decoder) { delete decoder; }
+
+saki_sequence *saki_sequence_new(const saki_decoder *decoder) {
+    saki_sequence *made = nullptr;
+    guarded([&] { made = new saki_sequence{Sequence(decoder->decoder->cache_shape())}; });
+    return made;
+}
+
+void saki_sequence_free(saki_sequence *sequence) { delete sequence; }
+
+int64_t saki_sequence_capacity(const saki_sequence *sequence) { return sequence->sequence.capacity(); }
+
+int64_t saki_sequence_bytes(const saki_sequence *sequence) {
+    return sequence->sequence.capacity() / PAGE * sequence->sequence.shape.page_bytes();
+}
+
+void saki_sequence_keep(saki_sequence *sequence, int64_t length, const int32_t *rows, int64_t count) {
+    sequence->sequence.keep(length, rows, count);
+}
+
+int32_t saki_forward(const saki_decoder *decoder, const saki_batch *given, int32_t threads) {
+    return guarded([&] {
+        Batch batch{{}, given->tokens, given->inputs, given->attention_inputs, given->rope, given->logits, given->logits_stride, {}};
+        for (int64_t i = 0; i < given->part_count; ++i) {
+            const saki_part &part = given->parts[i];
+            part.sequence->sequence.reserve(part.length + part.rows);
+            batch.parts.push_back({&part.sequence->sequence, part.length, part.rows, part.parents, part.logit_rows});
+        }
+        for (int32_t i = 0; i < given->hidden_count; ++i) batch.hidden.emplace_back(given->hidden_layers[i], given->hidden[i]);
+        decoder->decoder->forward(batch, threads);
+    });
+}

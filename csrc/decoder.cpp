@@ -1,0 +1,472 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace sakiyomi {
+
+namespace {
+
+constexpr int64_t FEW_ROWS = 16;  // up to here, what works row by row isn't worth sharing
+
+// Rows of a sequence that follow one another, and the keys before them.
+struct Path {
+    const Sequence *sequence;
+    int64_t length;             // tokens that the sequence held before
+    int64_t position;           // of the first row
+    int64_t first, rows;        // of the plan's places
+    std::vector<int64_t> keys;  // slots of the keys from `length` on; empty where they lie in order
+};
+
+struct Tile {
+    const Path *path;
+    int64_t first, rows;  // of the path
+    int64_t first_page, pages;
+
+    int64_t position() const { return path->position + first; }
+};
+
+}  // namespace
+
+// How a batch is cut up. A row's place is where its queries are: paths one after the other.
+class Plan {
+  public:
+    Plan(const Batch &given, const Decoder &decoder, int threads);
+
+    Batch batch;
+    int threads;
+    int64_t rows = 0;
+    std::vector<int64_t> token_slots, positions, places;  // by row
+    std::vector<int64_t> row_at;                          // by place
+    std::vector<const Part *> part_of;                    // by row
+    std::vector<int64_t> wanted;                          // rows with logits
+    std::vector<Path> paths;
+    std::vector<std::pair<int64_t, std::vector<Tile>>> tiles;  // by attention window
+    int64_t most_tiles = 0, most_pages = 0;
+    bool gathers = false;
+    std::shared_ptr<const Decoder::Scratch> scratch;
+
+    const std::vector<Tile> &tiles_for(int64_t window) const {
+        return std::find_if(tiles.begin(), tiles.end(), [&](const auto &entry) { return entry.first == window; })->second;
+    }
+
+  private:
+    void add_paths(const Part &part, int64_t first_row);
+    void add_tiles(int64_t window, int64_t rows_per_tile);
+};
+
+Plan::Plan(const Batch &given, const Decoder &decoder, int threads) : batch(given), threads(threads) {
+    for (const Part &part : batch.parts) rows += part.rows;
+    token_slots.resize(static_cast<size_t>(rows));
+    positions.resize(static_cast<size_t>(rows));
+    places.resize(static_cast<size_t>(rows));
+    int64_t first = 0;
+    for (const Part &part : batch.parts) {
+        add_paths(part, first);
+        for (int64_t i = 0; i < part.rows; ++i) {
+            part_of.push_back(&part);
+            token_slots[static_cast<size_t>(first + i)] = part.length + i;
+            if (i >= part.rows - part.logit_rows) wanted.push_back(first + i);
+        }
+        first += part.rows;
+    }
+    for (size_t place = 0; place < row_at.size(); ++place)
+        places[static_cast<size_t>(row_at[place])] = static_cast<int64_t>(place);
+    for (const Path &path : paths) gathers = gathers || !path.keys.empty();
+    for (const Layer &layer : decoder.layers)
+        add_tiles(layer.window, std::max(1, QUERY_TILE / (decoder.shape.heads / decoder.shape.kv_heads)));
+}
+
+void Plan::add_tiles(int64_t window, int64_t rows_per_tile) {
+    for (const auto &entry : tiles)
+        if (entry.first == window) return;
+    std::vector<Tile> added;
+    for (const Path &path : paths)
+        for (int64_t first = 0; first < path.rows; first += rows_per_tile) {
+            Tile tile{&path, first, std::min(rows_per_tile, path.rows - first), 0, 0};
+            tile.first_page = std::max<int64_t>(0, tile.position() - window + 1) / PAGE;
+            tile.pages = (tile.position() + tile.rows - 1) / PAGE - tile.first_page + 1;
+            most_pages = std::max(most_pages, tile.pages);
+            added.push_back(tile);
+        }
+    most_tiles = std::max(most_tiles, static_cast<int64_t>(added.size()));
+    tiles.emplace_back(window, std::move(added));
+}
+
+void Plan::add_paths(const Part &part, int64_t first_row) {
+    const auto add = [&](const std::vector<int64_t> &path, int64_t known) {
+        Path added{part.sequence, part.length, part.length + known, static_cast<int64_t>(row_at.size()),
+                   static_cast<int64_t>(path.size()) - known, {}};
+        for (size_t i = 0; i < path.size(); ++i) {
+            if (path[i] != static_cast<int64_t>(i) && added.keys.empty())
+                for (const int64_t row : path) added.keys.push_back(part.length + row);
+            if (static_cast<int64_t>(i) < known) continue;
+            positions[static_cast<size_t>(first_row + path[i])] = part.length + static_cast<int64_t>(i);
+            row_at.push_back(first_row + path[i]);
+        }
+        paths.push_back(std::move(added));
+    };
+    std::vector<int64_t> path;
+    if (!part.parents) {
+        path.resize(static_cast<size_t>(part.rows));
+        std::iota(path.begin(), path.end(), 0);
+        add(path, 0);
+        return;
+    }
+    // A tree is covered by paths from its root to its leaves; each computes the rows that no path before it had.
+    std::vector<char> inner(static_cast<size_t>(part.rows)), covered(static_cast<size_t>(part.rows));
+    for (int64_t i = 0; i < part.rows; ++i)
+        if (part.parents[i] >= 0) inner[static_cast<size_t>(part.parents[i])] = 1;
+    for (int64_t leaf = 0; leaf < part.rows; ++leaf) {
+        if (inner[static_cast<size_t>(leaf)]) continue;
+        path.clear();
+        int64_t known = 0;
+        for (int64_t row = leaf; row >= 0; row = part.parents[row]) path.push_back(row);
+        std::reverse(path.begin(), path.end());
+        for (const int64_t row : path) {
+            known += covered[static_cast<size_t>(row)];
+            covered[static_cast<size_t>(row)] = 1;
+        }
+        add(path, known);
+    }
+}
+
+// One thread's walk through a forward.
+class Pass {
+  public:
+    Pass(const Decoder &decoder, const Plan &plan, Team &team)
+        : decoder_(decoder), shape_(decoder.shape), scratch_(*plan.scratch), kernels_(decoder.kernels_), plan_(plan), team_(team) {}
+
+    void run() {
+        kernels_.begin();
+        const std::vector<Layer> &layers = decoder_.layers;
+        rowwise([&](int64_t row) {
+            embed(row);
+            if (!plan_.batch.attention_inputs) enter(layers[0], row);
+        });
+        for (size_t i = 0; i < layers.size(); ++i) {
+            const Layer &layer = layers[i];
+            const bool given = i == 0 && plan_.batch.attention_inputs;
+            multiply(*layer.qkv, operand(given ? Decoder::INPUT : Decoder::NORMED, *layer.qkv), plan_.rows, Finish::store,
+                     scratch_.qkv.floats(), layer.qkv->blocks * BLOCK, {});
+            rowwise([&](int64_t row) { rotate(layer, static_cast<int>(i), row); });
+            attend(layer, static_cast<int>(i));
+            add(*layer.output, Decoder::ATTENDED, [&](int64_t row) { norm(layer.mlp_norm, row, Decoder::NORMED, *layer.gate_up, row); });
+            gate(layer);
+            add(*layer.down, Decoder::GATED, [&](int64_t row) {
+                leave(static_cast<int>(i) + 1, row);
+                if (i + 1 < layers.size()) enter(layers[i + 1], row);
+            });
+        }
+        logits();
+        kernels_.end();
+    }
+
+  private:
+    Operand operand(Decoder::Use use, const Linear &linear) const {
+        return scratch_.operand(use, kernels_.kind(linear.format), linear.depth);
+    }
+    int64_t stride() const { return round_up(shape_.hidden, BLOCK); }
+    float *residual(int64_t row) const { return scratch_.residual.floats() + row * stride(); }
+
+    // f(row) for every row.
+    template <class F>
+    void rowwise(F f) {
+        if (plan_.rows <= 2) {
+            team_.phase(1, 1, [&](int64_t, int64_t) { for (int64_t row = 0; row < plan_.rows; ++row) f(row); });
+            return;
+        }
+        team_.phase(plan_.rows, std::max<int64_t>(1, plan_.rows / (4 * team_.threads)), [&](int64_t first, int64_t last) {
+            for (int64_t row = first; row < last; ++row) f(row);
+        });
+    }
+
+    void embed(int64_t row) {
+        const Batch &batch = plan_.batch;
+        float *x = residual(row);
+        if (!batch.tokens) {
+            std::copy_n(batch.inputs + row * shape_.hidden, shape_.hidden, x);
+        } else if (!decoder_.embedding) {
+            decoder_.head->row(batch.tokens[row], x);
+        } else if (decoder_.embedding_format == Format::f32) {
+            std::copy_n(static_cast<const float *>(decoder_.embedding) + batch.tokens[row] * shape_.hidden, shape_.hidden, x);
+        } else {
+            const auto *from = static_cast<const uint16_t *>(decoder_.embedding) + batch.tokens[row] * shape_.hidden;
+            for (int64_t i = 0; i < shape_.hidden; ++i) {
+                const uint32_t bits = static_cast<uint32_t>(from[i]) << 16;
+                std::memcpy(x + i, &bits, 4);
+            }
+        }
+        leave(0, row);
+        if (batch.attention_inputs) {
+            const Linear &qkv = *decoder_.layers[0].qkv;
+            kernels_.norm(batch.attention_inputs + row * qkv.in_features, nullptr, qkv.in_features, 0,
+                          operand(Decoder::INPUT, qkv), row);
+        }
+    }
+
+    void enter(const Layer &layer, int64_t row) { norm(layer.attention_norm, row, Decoder::NORMED, *layer.qkv, row); }
+
+    // Hand out the residual stream after so many layers, if that was asked for.
+    void leave(int layers, int64_t row) {
+        for (const auto &[after, out] : plan_.batch.hidden)
+            if (after == layers) std::copy_n(residual(row), shape_.hidden, out + row * shape_.hidden);
+    }
+
+    void norm(const std::vector<float> &weight, int64_t row, Decoder::Use use, const Linear &next, int64_t to) {
+        kernels_.norm(residual(row), weight.empty() ? nullptr : weight.data(), shape_.hidden, shape_.eps, operand(use, next), to);
+    }
+
+    template <class Last>
+    void multiply(const Linear &linear, const Operand &in, int64_t rows, Finish finish, float *out, int64_t out_stride,
+                  const Operand &destination, Last last) {
+        const LinearCall call{linear.weights(), in, rows, finish, out, out_stride, destination};
+        const int64_t grain = std::max<int64_t>(1, linear.blocks / (4 * team_.threads));
+        team_.phase(linear.blocks, grain, [&](int64_t first, int64_t end) { kernels_.linear(call, first, end); }, last);
+    }
+    void multiply(const Linear &linear, const Operand &in, int64_t rows, Finish finish, float *out, int64_t out_stride,
+                  const Operand &destination) {
+        multiply(linear, in, rows, finish, out, out_stride, destination, [] {});
+    }
+
+    // residual += linear(rows in use), then after(row) for every row.
+    template <class After>
+    void add(const Linear &linear, Decoder::Use use, After after) {
+        const bool few = plan_.rows <= FEW_ROWS;
+        multiply(linear, operand(use, linear), plan_.rows, Finish::add, scratch_.residual.floats(), stride(), {}, [&] {
+            for (int64_t row = 0; few && row < plan_.rows; ++row) after(row);
+        });
+        if (!few) rowwise(after);
+    }
+
+    void rotate(const Layer &layer, int index, int64_t row) {
+        const auto at = static_cast<size_t>(row);
+        const Part &part = *plan_.part_of[at];
+        const CacheShape &cache = part.sequence->shape;
+        const int64_t slot = plan_.token_slots[at], group = shape_.heads / shape_.kv_heads;
+        RotateCall call{};
+        call.qkv = scratch_.qkv.floats() + row * layer.qkv->blocks * BLOCK;
+        call.rope = plan_.batch.rope + plan_.positions[at] * shape_.head_dim;
+        call.query_norm = layer.query_norm.empty() ? nullptr : layer.query_norm.data();
+        call.key_norm = layer.key_norm.empty() ? nullptr : layer.key_norm.data();
+        call.eps = shape_.eps;
+        call.heads = shape_.heads;
+        call.kv_heads = shape_.kv_heads;
+        call.head_dim = shape_.head_dim;
+        call.padded_dim = cache.padded_dim();
+        call.format = shape_.cache;
+        call.queries = scratch_.queries.data() + plan_.places[at] * group * query_bytes();
+        call.queries_stride = queries_stride();
+        call.keys = part.sequence->block(index, 0, slot / BLOCK);
+        call.head_stride = cache.head_bytes();
+        call.slot = static_cast<int>(slot % BLOCK);
+        kernels_.rotate(call);
+    }
+
+    int64_t query_bytes() const {
+        return round_up(shape_.head_dim, BLOCK) * element_size(kernels_.kind(shape_.cache));
+    }
+    int64_t queries_stride() const { return (scratch_.rows * (shape_.heads / shape_.kv_heads) + SPARE_ROWS) * query_bytes(); }
+
+    // Attention of every tile and head, whole or page by page: the same sums either way.
+    void attend(const Layer &layer, int index) {
+        const std::vector<Tile> &tiles = plan_.tiles_for(layer.window);
+        const auto items = static_cast<int64_t>(tiles.size()) * shape_.kv_heads;
+        const auto item = [&](int64_t i) { return std::pair<const Tile &, int>(tiles[static_cast<size_t>(i / shape_.kv_heads)], static_cast<int>(i % shape_.kv_heads)); };
+        const bool staged = layer.output->format == Format::int8;
+        if (items >= 2 * team_.threads || plan_.most_pages == 1) {
+            team_.phase(items, 1, [&](int64_t i, int64_t) {
+                const auto [tile, head] = item(i);
+                for (int64_t page = 0; page < tile.pages; ++page) attend_page(layer, index, tile, head, page, team_.thread);
+                bring_together(layer, tile, head, team_.thread);
+            });
+        } else {
+            team_.phase(items * plan_.most_pages, 1, [&](int64_t i, int64_t) {
+                const auto [tile, head] = item(i / plan_.most_pages);
+                const int64_t page = i % plan_.most_pages;
+                if (page < tile.pages) attend_page(layer, index, tile, head, page, i / plan_.most_pages);
+            });
+            team_.phase(items, 1, [&](int64_t i, int64_t) {
+                const auto [tile, head] = item(i);
+                bring_together(layer, tile, head, i);
+            });
+        }
+        if (!staged) return;
+        const Operand to = operand(Decoder::ATTENDED, *layer.output);
+        const int64_t size = layer.output->in_features;
+        rowwise([&](int64_t row) { kernels_.norm(scratch_.staged.floats() + row * round_up(size, DEPTH), nullptr, size, 0, to, row); });
+    }
+
+    float *partial(int64_t slot, int64_t page) const {
+        return scratch_.partials.floats() + (slot * plan_.most_pages + page) * QUERY_TILE * (round_up(shape_.head_dim, BLOCK) + 2);
+    }
+
+    void attend_page(const Layer &layer, int index, const Tile &tile, int head, int64_t page, int64_t slot) {
+        const Path &path = *tile.path;
+        const CacheShape &cache = path.sequence->shape;
+        const int64_t group = shape_.heads / shape_.kv_heads, dim = cache.padded_dim();
+        const int64_t newest = tile.position() + tile.rows - 1, oldest = std::max<int64_t>(0, tile.position() - layer.window + 1);
+        constexpr int64_t per_page = PAGE / BLOCK;
+        const int64_t first = std::max((tile.first_page + page) * per_page, oldest / BLOCK);
+        const int64_t last = std::min((tile.first_page + page + 1) * per_page, newest / BLOCK + 1);
+        char *own = thread_scratch(team_.thread);
+        auto *scores = reinterpret_cast<float *>(own);
+        char *weights = own + int64_t{QUERY_TILE} * PAGE * 4, *gathered = weights + int64_t{QUERY_TILE} * PAGE * 4;
+        const char *blocks[per_page];
+        for (int64_t b = first; b < last; ++b) {
+            char *block = path.sequence->block(index, head, b);
+            if (!path.keys.empty() && (b + 1) * BLOCK > path.length) {
+                char *to = gathered + (b - first) * cache.block_bytes();
+                gather(path, index, head, b, newest, to);
+                block = to;
+            }
+            blocks[b - first] = block;
+        }
+        float *acc = partial(slot, page), *stats = acc + QUERY_TILE * dim;
+        AttendCall call{};
+        call.format = shape_.cache;
+        call.queries = scratch_.queries.data() + head * queries_stride() + (path.first + tile.first) * group * query_bytes();
+        call.rows = static_cast<int>(tile.rows * group);
+        call.group = static_cast<int>(group);
+        call.padded_dim = static_cast<int>(dim);
+        call.scale = shape_.attention_scale;
+        call.blocks = blocks;
+        call.block_count = static_cast<int>(last - first);
+        call.first_key = first * BLOCK;
+        call.position = tile.position();
+        call.window = layer.window;
+        call.scores = scores;
+        call.weights = weights;
+        call.acc = acc;
+        call.highest = stats;
+        call.sum = stats + QUERY_TILE;
+        kernels_.attend(call);
+    }
+
+    // A block as it would be in a chain, of keys that lie elsewhere.
+    void gather(const Path &path, int index, int head, int64_t block, int64_t newest, char *to) {
+        const CacheShape &cache = path.sequence->shape;
+        if (block * BLOCK < path.length)
+            std::memcpy(to, path.sequence->block(index, head, block), static_cast<size_t>(cache.block_bytes()));
+        else
+            std::memset(to, 0, static_cast<size_t>(cache.block_bytes()));
+        for (int64_t key = std::max(block * BLOCK, path.length); key < (block + 1) * BLOCK && key <= newest; ++key) {
+            const int64_t from = path.keys[static_cast<size_t>(key - path.length)];
+            copy_slot(cache, path.sequence->block(index, head, from / BLOCK), static_cast<int>(from % BLOCK), to, static_cast<int>(key % BLOCK));
+        }
+    }
+
+    char *thread_scratch(int thread) const {
+        return scratch_.threads.data() + thread * scratch_.own_bytes;
+    }
+
+    void bring_together(const Layer &layer, const Tile &tile, int head, int64_t slot) {
+        const int64_t group = shape_.heads / shape_.kv_heads, dim = round_up(shape_.head_dim, BLOCK);
+        Operand out = operand(Decoder::ATTENDED, *layer.output);
+        if (layer.output->format == Format::int8)
+            out = {Kind::f32, scratch_.staged.data(), round_up(layer.output->in_features, DEPTH) * 4, nullptr, nullptr, 0};
+        const int64_t element = element_size(out.kind);
+        for (int64_t i = 0; i < tile.rows * group; ++i) {
+            const int64_t row = plan_.row_at[static_cast<size_t>(tile.path->first + tile.first + i / group)];
+            MergeCall call{};
+            call.pages = static_cast<int>(tile.pages);
+            call.head_dim = shape_.head_dim;
+            call.acc = partial(slot, 0) + i * dim;
+            call.acc_stride = call.stat_stride = partial(0, 1) - partial(0, 0);
+            call.highest = partial(slot, 0) + QUERY_TILE * dim + i;
+            call.sum = call.highest + QUERY_TILE;
+            call.scale = shape_.attention_scale;
+            call.destination = out;
+            call.destination.data = out.data + row * out.stride + (head * group + i % group) * shape_.head_dim * element;
+            kernels_.merge(call);
+        }
+    }
+
+    void gate(const Layer &layer) {
+        const Operand in = operand(Decoder::NORMED, *layer.gate_up), out = operand(Decoder::GATED, *layer.down);
+        if (layer.down->format != Format::int8) return multiply(*layer.gate_up, in, plan_.rows, Finish::silu_mul, nullptr, 0, out);
+        const int64_t size = layer.down->in_features, bytes = round_up(size, DEPTH) * 4;
+        multiply(*layer.gate_up, in, plan_.rows, Finish::silu_mul, nullptr, 0, {Kind::f32, scratch_.staged.data(), bytes, nullptr, nullptr, 0});
+        rowwise([&](int64_t row) {
+            kernels_.norm(reinterpret_cast<const float *>(scratch_.staged.data() + row * bytes), nullptr, size, 0, out, row);
+        });
+    }
+
+    void logits() {
+        const auto wanted = static_cast<int64_t>(plan_.wanted.size());
+        if (!decoder_.head || wanted == 0) return;
+        const Operand in = operand(Decoder::NORMED, *decoder_.head);
+        team_.phase(wanted, std::max<int64_t>(1, wanted / team_.threads), [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; ++i)
+                norm(decoder_.norm, plan_.wanted[static_cast<size_t>(i)], Decoder::NORMED, *decoder_.head, i);
+        });
+        multiply(*decoder_.head, in, wanted, Finish::store, plan_.batch.logits, plan_.batch.logits_stride, {});
+    }
+
+    const Decoder &decoder_;
+    const DecoderShape &shape_;
+    const Decoder::Scratch &scratch_;
+    const Kernels &kernels_;
+    const Plan &plan_;
+    Team &team_;
+};
+
+void Decoder::forward(const Batch &batch, int threads) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto plan = std::make_shared<Plan>(batch, *this, threads);
+    plan->scratch = scratch_ = scratch_for(*plan);
+    Pool::instance().run(threads, [self = shared_from_this(), plan](Team &team) { Pass(*self, *plan, team).run(); });
+}
+
+std::shared_ptr<const Decoder::Scratch> Decoder::scratch_for(const Plan &plan) const {
+    const int64_t group = shape.heads / shape.kv_heads, dim = round_up(shape.head_dim, BLOCK);
+    const int64_t own_bytes = int64_t{QUERY_TILE} * PAGE * 8 + (plan.gathers ? cache_shape().head_bytes() : 0);
+    // Attention that is cut by pages has fewer tiles and heads than two per thread.
+    const int64_t items = std::max<int64_t>(plan.threads, std::min<int64_t>(2 * plan.threads, plan.most_tiles * shape.kv_heads));
+    const int64_t partials = items * plan.most_pages * QUERY_TILE * (dim + 2) * 4;
+    if (scratch_ && scratch_->rows >= plan.rows && scratch_->own_bytes >= own_bytes &&
+        scratch_->threads.size() >= plan.threads * scratch_->own_bytes && scratch_->partials.size() >= partials)
+        return scratch_;
+
+    const auto made = std::make_shared<Scratch>();
+    made->rows = std::max({FEW_ROWS, plan.rows, scratch_ ? scratch_->rows : 0});
+    made->own_bytes = std::max(own_bytes, scratch_ ? scratch_->own_bytes : 0);
+    made->threads = Buffer(std::max(plan.threads * made->own_bytes, scratch_ ? scratch_->threads.size() : 0));
+    made->partials = Buffer(std::max(partials * 3 / 2, scratch_ ? scratch_->partials.size() : 0));
+    int64_t widest = 0, staged = 0;
+    for (const Layer &layer : layers) {
+        widest = std::max(widest, layer.qkv->blocks * BLOCK);
+        staged = std::max({staged, layer.output->depth, layer.down->depth});
+    }
+    made->residual = Buffer(made->rows * round_up(shape.hidden, BLOCK) * 4);
+    made->qkv = Buffer(made->rows * widest * 4);
+    made->staged = Buffer(made->rows * staged * 4);
+    made->queries = Buffer(shape.kv_heads * (made->rows * group + SPARE_ROWS) * dim * 4);
+    const auto make = [&](Use use, const Linear &linear) {
+        const Kind kind = kernels_.kind(linear.format);
+        Buffer &buffer = made->operands[use][static_cast<size_t>(kind)];
+        const int64_t bytes = (made->rows + SPARE_ROWS) * made->operand(use, kind, linear.depth).stride;
+        if (buffer.size() < bytes) buffer = Buffer(bytes);
+        const int64_t groups = (made->rows + SPARE_ROWS) * (linear.depth / DEPTH) * 4;
+        if (linear.format != Format::int8 || made->scales[use].size() >= groups) return;
+        made->scales[use] = Buffer(groups);
+        made->sums[use] = Buffer(groups);
+    };
+    for (const Layer &layer : layers) {
+        make(layer.qkv->in_features == shape.hidden ? NORMED : INPUT, *layer.qkv);
+        make(NORMED, *layer.gate_up);
+        make(ATTENDED, *layer.output);
+        make(GATED, *layer.down);
+    }
+    if (plan.batch.attention_inputs) make(INPUT, *layers[0].qkv);
+    if (head) make(NORMED, *head);
+    return made;
+}
+
+Operand Decoder::Scratch::operand(Use use, Kind kind, int64_t depth) const {
+    // Rows lie 64 bytes further apart than they need: at powers of two they would compete for places in the cache.
+    return {kind, operands[use][static_cast<size_t>(kind)].data(), depth * element_size(kind) + 64, scales[use].floats(),
+            reinterpret_cast<int32_t *>(sums[use].data()), depth / DEPTH};
+}
+
+}  // namespace sakiyomi

@@ -1,0 +1,12 @@
+// The path "amx".
+#define SAKIYOMI_PATH "amx"
+#define SAKIYOMI_AMX 1
+#include "simd_avx512.h"
+
+#include "kernels.inl"
+
+namespace sakiyomi {
+
+const Kernels *amx_kernels() { return &TABLE; }
+
+}  // namespace sakiyomi

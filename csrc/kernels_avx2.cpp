@@ -1,0 +1,11 @@
+// The path "avx2".
+#define SAKIYOMI_PATH "avx2"
+#include "simd_avx2.h"
+
+#include "kernels.inl"
+
+namespace sakiyomi {
+
+const Kernels *avx2_kernels() { return &TABLE; }
+
+}  // namespace sakiyomi

@@ -1,0 +1,11 @@
+// The path "avx512".
+#define SAKIYOMI_PATH "avx512"
+#include "simd_avx512.h"
+
+#include "kernels.inl"
+
+namespace sakiyomi {
+
+const Kernels *avx512_kernels() { return &TABLE; }
+
+}  // namespace sakiyomi

@@ -1,0 +1,11 @@
+// The path "avx512_bf16".
+#define SAKIYOMI_PATH "avx512_bf16"
+#include "simd_avx512.h"
+
+#include "kernels.inl"
+
+namespace sakiyomi {
+
+const Kernels *avx512_bf16_kernels() { return &TABLE; }
+
+}  // namespace sakiyomi

@@ -1,0 +1,11 @@
+// The path "plain".
+#define SAKIYOMI_PATH "plain"
+#include "simd_plain.h"
+
+#include "kernels.inl"
+
+namespace sakiyomi {
+
+const Kernels *plain_kernels() { return &TABLE; }
+
+}  // namespace sakiyomi

@@ -1,0 +1,469 @@
+// A few rows times one block of weights, per instruction path.
+//
+// multiply(): out[row][0..32) = sum over the segments of weights, in order, of row x weights. The order in which a
+// row's products are added is the same whatever rows are beside it: one accumulator per row and column, from the
+// first step to the last.
+#pragma once
+
+#include <math.h>
+#include <string.h>
+
+#include "kernels.h"
+
+namespace sakiyomi {
+namespace {
+
+// Bytes of weights that are asked for ahead of use: about what memory delivers within its latency.
+constexpr int AHEAD = 4096;
+constexpr int AHEAD_TILES = 8192;
+
+inline uint32_t bits_at(const char *p) {
+    uint32_t bits;
+    memcpy(&bits, p, 4);
+    return bits;
+}
+inline float float_at(const char *p) {
+    float value;
+    memcpy(&value, p, 4);
+    return value;
+}
+
+#if defined(__AVX512F__)
+
+inline void ahead(const char *p) {
+    _mm_prefetch(p + AHEAD, _MM_HINT_T0);
+    _mm_prefetch(p + AHEAD + 64, _MM_HINT_T0);
+}
+
+// p = (or, after the first group of features, +=) the integers less an offset, scaled.
+inline void scale_into(float *p, __m512i sums, int32_t offset, float scale, bool first) {
+    __m512 x = _mm512_cvtepi32_ps(_mm512_sub_epi32(sums, _mm512_set1_epi32(offset)));
+    __m512 before = first ? _mm512_setzero_ps() : _mm512_loadu_ps(p);
+    _mm512_storeu_ps(p, _mm512_fmadd_ps(x, _mm512_set1_ps(scale), before));
+}
+
+struct F32 {
+    static constexpr Kind KIND = Kind::f32;
+    static constexpr int ROWS = 14, COLUMNS = 32, ROW_BYTES = 4;
+    using Sum = __m512;
+    __m512 w0, w1;
+    explicit F32(const char *p) : w0(_mm512_loadu_ps(p)), w1(_mm512_loadu_ps(p + 64)) { ahead(p); }
+    static Sum zero() { return _mm512_setzero_ps(); }
+    void add_to(Sum *sum, const char *a) const {
+        __m512 x = _mm512_set1_ps(float_at(a));
+        sum[0] = _mm512_fmadd_ps(w0, x, sum[0]);
+        sum[1] = _mm512_fmadd_ps(w1, x, sum[1]);
+    }
+    static void store(float *p, Sum x) { _mm512_storeu_ps(p, x); }
+};
+
+#if defined(__AVX512BF16__)
+struct BF16 {
+    static constexpr Kind KIND = Kind::bf16;
+    static constexpr int ROWS = 14, COLUMNS = 32, ROW_BYTES = 4;
+    using Sum = __m512;
+    __m512bh w0, w1;
+    explicit BF16(const char *p)
+        : w0(reinterpret_cast<__m512bh>(_mm512_loadu_si512(p))), w1(reinterpret_cast<__m512bh>(_mm512_loadu_si512(p + 64))) {
+        ahead(p);
+    }
+    static Sum zero() { return _mm512_setzero_ps(); }
+    void add_to(Sum *sum, const char *a) const {
+        __m512bh x = reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(bits_at(a))));
+        sum[0] = _mm512_dpbf16_ps(sum[0], w0, x);
+        sum[1] = _mm512_dpbf16_ps(sum[1], w1, x);
+    }
+    static void store(float *p, Sum x) { _mm512_storeu_ps(p, x); }
+};
+
+struct INT8 {
+    static constexpr Kind KIND = Kind::s8;
+    static constexpr int ROWS = 14, COLUMNS = 32, ROW_BYTES = 4;
+    using Sum = __m512i;
+    __m512i w0, w1;
+    explicit INT8(const char *p) : w0(_mm512_loadu_si512(p)), w1(_mm512_loadu_si512(p + 64)) { ahead(p); }
+    static Sum zero() { return _mm512_setzero_si512(); }
+    void add_to(Sum *sum, const char *a) const {
+        __m512i x = _mm512_set1_epi32(static_cast<int>(bits_at(a)));
+        sum[0] = _mm512_dpbusd_epi32(sum[0], w0, x);
+        sum[1] = _mm512_dpbusd_epi32(sum[1], w1, x);
+    }
+    static void scale(float *p, Sum x, int32_t offset, float scale, bool first) {
+        scale_into(p, x, offset, scale, first);
+    }
+};
+#else
+struct BF16 {  // a pair of bf16 is two float32: the upper half, and the lower half moved up
+    static constexpr Kind KIND = Kind::f32;
+    static constexpr int ROWS = 12, COLUMNS = 32, ROW_BYTES = 8;
+    using Sum = __m512;
+    __m512 even0, odd0, even1, odd1;
+    explicit BF16(const char *p) {
+        __m512i w0 = _mm512_loadu_si512(p), w1 = _mm512_loadu_si512(p + 64);
+        __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+        even0 = _mm512_castsi512_ps(_mm512_slli_epi32(w0, 16));
+        odd0 = _mm512_castsi512_ps(_mm512_and_si512(w0, upper));
+        even1 = _mm512_castsi512_ps(_mm512_slli_epi32(w1, 16));
+        odd1 = _mm512_castsi512_ps(_mm512_and_si512(w1, upper));
+        ahead(p);
+    }
+    static Sum zero() { return _mm512_setzero_ps(); }
+    void add_to(Sum *sum, const char *a) const {
+        __m512 x = _mm512_set1_ps(float_at(a)), y = _mm512_set1_ps(float_at(a + 4));
+        sum[0] = _mm512_fmadd_ps(odd0, y, _mm512_fmadd_ps(even0, x, sum[0]));
+        sum[1] = _mm512_fmadd_ps(odd1, y, _mm512_fmadd_ps(even1, x, sum[1]));
+    }
+    static void store(float *p, Sum x) { _mm512_storeu_ps(p, x); }
+};
+
+struct INT8 {  // four bytes of a column are two pairs of int16: bytes 0 and 2, bytes 1 and 3
+    static constexpr Kind KIND = Kind::s16;
+    static constexpr int ROWS = 12, COLUMNS = 32, ROW_BYTES = 8;
+    using Sum = __m512i;
+    __m512i even0, odd0, even1, odd1;
+    explicit INT8(const char *p) {
+        __m512i w0 = _mm512_loadu_si512(p), w1 = _mm512_loadu_si512(p + 64);
+        even0 = _mm512_and_si512(w0, _mm512_set1_epi16(0xff));
+        odd0 = _mm512_srli_epi16(w0, 8);
+        even1 = _mm512_and_si512(w1, _mm512_set1_epi16(0xff));
+        odd1 = _mm512_srli_epi16(w1, 8);
+        ahead(p);
+    }
+    static Sum zero() { return _mm512_setzero_si512(); }
+    void add_to(Sum *sum, const char *a) const {
+        __m512i x = _mm512_set1_epi32(static_cast<int>(bits_at(a)));
+        __m512i y = _mm512_set1_epi32(static_cast<int>(bits_at(a + 4)));
+        sum[0] = _mm512_add_epi32(sum[0], _mm512_add_epi32(_mm512_madd_epi16(even0, x), _mm512_madd_epi16(odd0, y)));
+        sum[1] = _mm512_add_epi32(sum[1], _mm512_add_epi32(_mm512_madd_epi16(even1, x), _mm512_madd_epi16(odd1, y)));
+    }
+    static void scale(float *p, Sum x, int32_t offset, float scale, bool first) {
+        scale_into(p, x, offset, scale, first);
+    }
+};
+#endif
+
+#elif defined(__AVX2__)
+
+inline void ahead(const char *p) { _mm_prefetch(p + AHEAD, _MM_HINT_T0); }
+inline __m256i load_bits(const char *p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)); }
+
+struct F32 {
+    static constexpr Kind KIND = Kind::f32;
+    static constexpr int ROWS = 6, COLUMNS = 16, ROW_BYTES = 4;
+    using Sum = __m256;
+    __m256 w0, w1;
+    explicit F32(const char *p)
+        : w0(_mm256_castsi256_ps(load_bits(p))), w1(_mm256_castsi256_ps(load_bits(p + 32))) {
+        ahead(p);
+    }
+    static Sum zero() { return _mm256_setzero_ps(); }
+    void add_to(Sum *sum, const char *a) const {
+        __m256 x = _mm256_set1_ps(float_at(a));
+        sum[0] = _mm256_fmadd_ps(w0, x, sum[0]);
+        sum[1] = _mm256_fmadd_ps(w1, x, sum[1]);
+    }
+    static void store(float *p, Sum x) { _mm256_storeu_ps(p, x); }
+};
+
+struct BF16 {
+    static constexpr Kind KIND = Kind::f32;
+    static constexpr int ROWS = 4, COLUMNS = 16, ROW_BYTES = 8;
+    using Sum = __m256;
+    __m256 even0, odd0, even1, odd1;
+    explicit BF16(const char *p) {
+        __m256i w0 = load_bits(p), w1 = load_bits(p + 32);
+        __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+        even0 = _mm256_castsi256_ps(_mm256_slli_epi32(w0, 16));
+        odd0 = _mm256_castsi256_ps(_mm256_and_si256(w0, upper));
+        even1 = _mm256_castsi256_ps(_mm256_slli_epi32(w1, 16));
+        odd1 = _mm256_castsi256_ps(_mm256_and_si256(w1, upper));
+        ahead(p);
+    }
+    static Sum zero() { return _mm256_setzero_ps(); }
+    void add_to(Sum *sum, const char *a) const {
+        __m256 x = _mm256_set1_ps(float_at(a)), y = _mm256_set1_ps(float_at(a + 4));
+        sum[0] = _mm256_fmadd_ps(odd0, y, _mm256_fmadd_ps(even0, x, sum[0]));
+        sum[1] = _mm256_fmadd_ps(odd1, y, _mm256_fmadd_ps(even1, x, sum[1]));
+    }
+    static void store(float *p, Sum x) { _mm256_storeu_ps(p, x); }
+};
+
+struct INT8 {
+    static constexpr Kind KIND = Kind::s16;
+    static constexpr int ROWS = 4, COLUMNS = 16, ROW_BYTES = 8;
+    using Sum = __m256i;
+    __m256i even0, odd0, even1, odd1;
+    explicit INT8(const char *p) {
+        __m256i w0 = load_bits(p), w1 = load_bits(p + 32);
+        even0 = _mm256_and_si256(w0, _mm256_set1_epi16(0xff));
+        odd0 = _mm256_srli_epi16(w0, 8);
+        even1 = _mm256_and_si256(w1, _mm256_set1_epi16(0xff));
+        odd1 = _mm256_srli_epi16(w1, 8);
+        ahead(p);
+    }
+    static Sum zero() { return _mm256_setzero_si256(); }
+    void add_to(Sum *sum, const char *a) const {
+        __m256i x = _mm256_set1_epi32(static_cast<int>(bits_at(a)));
+        __m256i y = _mm256_set1_epi32(static_cast<int>(bits_at(a + 4)));
+        sum[0] = _mm256_add_epi32(sum[0], _mm256_add_epi32(_mm256_madd_epi16(even0, x), _mm256_madd_epi16(odd0, y)));
+        sum[1] = _mm256_add_epi32(sum[1], _mm256_add_epi32(_mm256_madd_epi16(even1, x), _mm256_madd_epi16(odd1, y)));
+    }
+    static void scale(float *p, Sum x, int32_t offset, float scale, bool first) {
+        __m256 y = _mm256_cvtepi32_ps(_mm256_sub_epi32(x, _mm256_set1_epi32(offset)));
+        __m256 before = first ? _mm256_setzero_ps() : _mm256_loadu_ps(p);
+        _mm256_storeu_ps(p, _mm256_fmadd_ps(y, _mm256_set1_ps(scale), before));
+    }
+};
+
+#else
+
+// Loops over eight columns that any compiler makes vector instructions of.
+struct F32 {
+    static constexpr Kind KIND = Kind::f32;
+    static constexpr int ROWS = 4, COLUMNS = 8, ROW_BYTES = 4;
+    struct Sum {
+        float of[8];
+    };
+    float w[8];
+    explicit F32(const char *p) { memcpy(w, p, sizeof w); }
+    static Sum zero() { return {}; }
+    void add_to(Sum *sum, const char *a) const {
+        float x = float_at(a);
+        for (int c = 0; c < 8; ++c) sum->of[c] = fma(w[c], x, sum->of[c]);
+    }
+    static void store(float *p, const Sum &x) { memcpy(p, x.of, sizeof x.of); }
+};
+
+struct BF16 {
+    static constexpr Kind KIND = Kind::f32;
+    static constexpr int ROWS = 4, COLUMNS = 8, ROW_BYTES = 8;
+    using Sum = F32::Sum;
+    float even[8], odd[8];
+    explicit BF16(const char *p) {
+        uint32_t pairs[8], low[8], high[8];
+        memcpy(pairs, p, sizeof pairs);
+        for (int c = 0; c < 8; ++c) {
+            low[c] = pairs[c] << 16;
+            high[c] = pairs[c] & 0xffff0000u;
+        }
+        memcpy(even, low, sizeof low);
+        memcpy(odd, high, sizeof high);
+    }
+    static Sum zero() { return {}; }
+    void add_to(Sum *sum, const char *a) const {
+        float x = float_at(a), y = float_at(a + 4);
+        for (int c = 0; c < 8; ++c) sum->of[c] = fma(odd[c], y, fma(even[c], x, sum->of[c]));
+    }
+    static void store(float *p, const Sum &x) { F32::store(p, x); }
+};
+
+struct INT8 {
+    static constexpr Kind KIND = Kind::s16;
+    static constexpr int ROWS = 4, COLUMNS = 8, ROW_BYTES = 8;
+    struct Sum {
+        int32_t of[8];
+    };
+    uint8_t w[32];
+    explicit INT8(const char *p) { memcpy(w, p, sizeof w); }
+    static Sum zero() { return {}; }
+    void add_to(Sum *sum, const char *a) const {
+        int16_t x[4];  // bytes 0, 2, 1, 3
+        memcpy(x, a, sizeof x);
+        for (int c = 0; c < 8; ++c)
+            sum->of[c] += w[4 * c] * x[0] + w[4 * c + 1] * x[2] + w[4 * c + 2] * x[1] + w[4 * c + 3] * x[3];
+    }
+    static void scale(float *p, const Sum &x, int32_t offset, float scale, bool first) {
+        for (int c = 0; c < 8; ++c) p[c] = fma(static_cast<float>(x.of[c] - offset), scale, first ? 0.0f : p[c]);
+    }
+};
+
+#endif
+
+template <int N>
+struct Constant {
+    static constexpr int VALUE = N;
+};
+
+// f(Constant<n>) for an n in 1..MOST.
+template <int MOST, class F>
+inline void with_constant(int n, F f) {
+    if (n == MOST) return f(Constant<MOST>());
+    if constexpr (MOST > 1) with_constant<MOST - 1>(n, f);
+}
+
+// What a call multiplies: rows of `stride` bytes, and segments of weights that follow one another along the depth.
+struct Factors {
+    const char *rows;
+    int64_t stride;
+    const char *const *segments;
+    int count;
+    int64_t steps;  // of a segment
+};
+
+// R rows x COLUMNS columns at `offset` bytes in each step, all sums in registers.
+template <class M, int R>
+void multiply_tile(const Factors &f, const char *a, int64_t offset, float *out, int64_t out_stride) {
+    constexpr int N = M::COLUMNS * 4 / static_cast<int>(sizeof(typename M::Sum));
+    typename M::Sum sums[R][N];
+    for (int r = 0; r < R; ++r)
+        for (int n = 0; n < N; ++n) sums[r][n] = M::zero();
+    for (int s = 0; s < f.count; ++s) {
+        const char *w = f.segments[s] + offset;
+        for (int64_t step = 0; step < f.steps; ++step, w += STEP_BYTES, a += M::ROW_BYTES) {
+            const M weights(w);
+            for (int r = 0; r < R; ++r) weights.add_to(sums[r], a + r * f.stride);
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int n = 0; n < N; ++n) M::store(out + r * out_stride + n * (M::COLUMNS / N), sums[r][n]);
+}
+
+// The same of integers: sums of 64 features at a time are exact, then scaled and added up as floats.
+template <class M, int R>
+void multiply_integers(const Operand &in, int64_t row, const char *w, int64_t offset, float *out) {
+    constexpr int N = M::COLUMNS * 4 / static_cast<int>(sizeof(typename M::Sum));
+    const char *a = in.data + row * in.stride;
+    w += offset;
+    for (int64_t group = 0; group < in.groups; ++group) {
+        typename M::Sum sums[R][N];
+        for (int r = 0; r < R; ++r)
+            for (int n = 0; n < N; ++n) sums[r][n] = M::zero();
+        for (int step = 0; step < DEPTH / 4; ++step, w += STEP_BYTES, a += M::ROW_BYTES) {
+            const M weights(w);
+            for (int r = 0; r < R; ++r) weights.add_to(sums[r], a + r * in.stride);
+        }
+        for (int r = 0; r < R; ++r) {
+            const int64_t at = (row + r) * in.groups + group;
+            for (int n = 0; n < N; ++n)
+                M::scale(out + r * BLOCK + n * (M::COLUMNS / N), sums[r][n], in.sums[at], in.scales[at], group == 0);
+        }
+    }
+}
+
+// f(rows as a constant, first row): `rows` in tiles of up to MOST, as even as possible.
+template <int MOST, class F>
+inline void in_tiles(int rows, F f) {
+    for (int row = 0; row < rows;) {
+        const int left = rows - row, tiles = (left + MOST - 1) / MOST, now = (left + tiles - 1) / tiles;
+        with_constant<MOST>(now, [&](auto constant) { f(constant, row); });
+        row += now;
+    }
+}
+
+template <class M>
+void multiply_with(const Factors &f, int rows, float *out, int64_t out_stride) {
+    in_tiles<M::ROWS>(rows, [&](auto constant, int row) {
+        for (int column = 0; column < BLOCK; column += M::COLUMNS)
+            multiply_tile<M, constant.VALUE>(f, f.rows + row * f.stride, column * 4, out + row * out_stride + column, out_stride);
+    });
+}
+
+#if defined(SAKIYOMI_AMX)
+
+// Tiles of 16 rows x 64 bytes: 0..3 sums, 4 and 5 rows, 6 and 7 weights. All rows of a tile are always computed;
+// what lies past the last row is computed in vain.
+struct TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+// Not a local: compilers think that only its first bytes are read.
+alignas(64) const TileConfig TILE_CONFIG;
+
+inline void prefetch_tiles(const char *w) {
+    for (int line = 0; line < 16 * STEP_BYTES; line += 64) _mm_prefetch(w + AHEAD_TILES + line, _MM_HINT_T0);
+}
+
+inline void multiply_amx(const Factors &f, int rows, float *out, int64_t out_stride) {
+    const auto stride = static_cast<size_t>(f.stride), out_bytes = static_cast<size_t>(out_stride) * 4;
+    for (int row = 0; row < rows; row += 32) {
+        const bool both = rows - row > 16;
+        const char *upper = f.rows + row * f.stride, *lower = upper + 16 * f.stride;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int s = 0; s < f.count; ++s) {
+            const char *w = f.segments[s];
+            for (int64_t step = 0; step < f.steps; step += 16, w += 16 * STEP_BYTES, upper += 64, lower += 64) {
+                prefetch_tiles(w);
+                _tile_loadd(6, w, STEP_BYTES);
+                _tile_loadd(7, w + 64, STEP_BYTES);
+                _tile_loadd(4, upper, stride);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(1, 4, 7);
+                if (!both) continue;
+                _tile_loadd(5, lower, stride);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        }
+        float *to = out + row * out_stride;
+        _tile_stored(0, to, out_bytes);
+        _tile_stored(1, to + 16, out_bytes);
+        if (!both) continue;
+        _tile_stored(2, to + 16 * out_stride, out_bytes);
+        _tile_stored(3, to + 16 * out_stride + 16, out_bytes);
+    }
+}
+
+// Up to 32 rows of integers from `first` on: a tile is as deep as a scale reaches.
+inline void multiply_amx_integers(const Operand &in, int64_t first, int rows, const char *w, float *out) {
+    alignas(64) int32_t sums[32][BLOCK];
+    const auto stride = static_cast<size_t>(in.stride);
+    const char *upper = in.data + first * in.stride, *lower = upper + 16 * in.stride;
+    const bool both = rows > 16;
+    for (int64_t group = 0; group < in.groups; ++group, w += 16 * STEP_BYTES, upper += 64, lower += 64) {
+        prefetch_tiles(w);
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_loadd(6, w, STEP_BYTES);
+        _tile_loadd(7, w + 64, STEP_BYTES);
+        _tile_loadd(4, upper, stride);
+        _tile_dpbsud(0, 4, 6);
+        _tile_dpbsud(1, 4, 7);
+        _tile_stored(0, sums[0], BLOCK * 4);
+        _tile_stored(1, sums[0] + 16, BLOCK * 4);
+        if (both) {
+            _tile_zero(2);
+            _tile_zero(3);
+            _tile_loadd(5, lower, stride);
+            _tile_dpbsud(2, 5, 6);
+            _tile_dpbsud(3, 5, 7);
+            _tile_stored(2, sums[16], BLOCK * 4);
+            _tile_stored(3, sums[16] + 16, BLOCK * 4);
+        }
+        for (int r = 0; r < rows; ++r) {
+            const int64_t at = (first + r) * in.groups + group;
+            for (int c = 0; c < BLOCK; c += 16)
+                scale_into(out + r * BLOCK + c, _mm512_load_si512(sums[r] + c), in.sums[at], in.scales[at], group == 0);
+        }
+    }
+}
+
+#endif
+
+// out: [rows rounded up to 32][out_stride]
+inline void multiply(Format format, const Factors &f, int rows, float *out, int64_t out_stride) {
+    if (format == Format::f32) return multiply_with<F32>(f, rows, out, out_stride);
+#if defined(SAKIYOMI_AMX)
+    multiply_amx(f, rows, out, out_stride);
+#else
+    multiply_with<BF16>(f, rows, out, out_stride);
+#endif
+}
+
+// out: [32][32], of up to 32 rows from `first` on and a block of int8 weights, still without the weights' scales
+inline void multiply_int8(const Operand &in, int64_t first, int rows, const char *w, float *out) {
+#if defined(SAKIYOMI_AMX)
+    multiply_amx_integers(in, first, rows, w, out);
+#else
+    in_tiles<INT8::ROWS>(rows, [&](auto constant, int row) {
+        for (int column = 0; column < BLOCK; column += INT8::COLUMNS)
+            multiply_integers<INT8, constant.VALUE>(in, first + row, w, column * 4, out + row * BLOCK + column);
+    });
+#endif
+}
+
+}  // namespace
+}  // namespace sakiyomi
