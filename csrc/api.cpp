@@ -1,5 +1,5 @@
 #include <algorithm>
-#include <numeric>
+#include <stdexcept>
 #include <string>
 
 #include "core.h"
@@ -46,23 +46,6 @@ std::vector<float> copied(const float *values, int64_t size) {
     return values ? std::vector<float>(values, values + size) : std::vector<float>();
 }
 
-struct Rows {
-    Buffer buffer, scales, sums;
-    Operand operand;
-
-    Rows(const Kernels &kernels, const Linear &linear, int64_t rows) {
-        const Kind kind = kernels.kind(linear.format);
-        const int64_t stride = linear.depth * element_size(kind) + 64;
-        buffer = Buffer((rows + SPARE_ROWS) * stride);
-        const int64_t groups = linear.depth / DEPTH;
-        if (linear.format == Format::int8) {
-            scales = Buffer(rows * groups * 4);
-            sums = Buffer(rows * groups * 4);
-        }
-        operand = {kind, buffer.data(), stride, scales.floats(), reinterpret_cast<int32_t *>(sums.data()), groups};
-    }
-};
-
 // What the threads share of a linear, or a gated MLP, that runs on its own.
 struct Piece {
     const Kernels &kernels;
@@ -73,7 +56,7 @@ struct Piece {
     int64_t rows;
     float *y;
     int64_t out_stride;
-    Rows in, gated;
+    OperandBuffer in, gated;
     Buffer staged;
 
     void run(Team &team) {
@@ -81,19 +64,19 @@ struct Piece {
         const Linear &first = gate_up ? *gate_up : *linear;
         team.phase(rows, std::max<int64_t>(1, rows / team.threads), [&](int64_t begin, int64_t end) {
             for (int64_t row = begin; row < end; ++row)
-                kernels.norm(x + row * first.in_features, norm.empty() ? nullptr : norm.data(), first.in_features, eps, in.operand, row);
+                kernels.norm(x + row * first.in_features, norm.empty() ? nullptr : norm.data(), first.in_features, eps, in.operand(), row);
         });
         if (gate_up) {
             const bool integers = linear->format == Format::int8;
             const int64_t stage = round_up(linear->in_features, DEPTH);
             const Operand staging{Kind::f32, staged.data(), stage * 4, nullptr, nullptr, 0};
-            multiply(team, *gate_up, in.operand, Finish::silu_mul, integers ? staging : gated.operand);
+            multiply(team, *gate_up, in.operand(), Finish::silu_mul, integers ? staging : gated.operand());
             if (integers)
                 team.phase(rows, 1, [&](int64_t row, int64_t) {
-                    kernels.norm(staged.floats() + row * stage, nullptr, linear->in_features, 0, gated.operand, row);
+                    kernels.norm(staged.floats() + row * stage, nullptr, linear->in_features, 0, gated.operand(), row);
                 });
         }
-        multiply(team, *linear, gate_up ? gated.operand : in.operand, Finish::store, {});
+        multiply(team, *linear, gate_up ? gated.operand() : in.operand(), Finish::store, {});
         kernels.end();
     }
 
@@ -119,18 +102,20 @@ const char *saki_paths(void) {
     return names.c_str();
 }
 
-saki_linear *saki_linear_new(int32_t format, int64_t out_features, int64_t in_features, int32_t gated) {
-    saki_linear *made = nullptr;
-    guarded([&] { made = new saki_linear{std::make_shared<Linear>(static_cast<Format>(format), out_features, in_features, gated != 0)}; });
-    return made;
+int32_t saki_linear_new(int32_t format, int64_t out_features, int64_t in_features, int32_t gated, saki_linear **made) {
+    return guarded([&] {
+        if (out_features < 1 || in_features < 1 || (gated && out_features % 2))
+            throw std::invalid_argument("a linear must have inputs and outputs, a gated one as many gates as ups");
+        *made = new saki_linear{std::make_shared<Linear>(static_cast<Format>(format), out_features, in_features, gated != 0)};
+    });
 }
 
 void saki_linear_free(saki_linear *linear) { delete linear; }
 
 int64_t saki_linear_bytes(const saki_linear *linear) { return linear->linear->bytes(); }
 
-void saki_linear_fill(saki_linear *linear, int64_t first, int64_t rows, const void *values, int32_t format, int64_t stride) {
-    linear->linear->fill(first, rows, values, static_cast<Format>(format), stride);
+int32_t saki_linear_fill(saki_linear *linear, int64_t first, int64_t rows, const void *values, int32_t format, int64_t stride) {
+    return guarded([&] { linear->linear->fill(first, rows, values, static_cast<Format>(format), stride); });
 }
 
 int32_t saki_linear_fill_bias(saki_linear *linear, int64_t first, int64_t rows, const float *values) {
@@ -142,9 +127,12 @@ int32_t saki_linear_run(const char *path, const saki_linear *linear, const saki_
     return guarded([&] {
         const Kernels &kernels = path_named(path);
         const Linear &last = *linear->linear, &first = gate_up ? *gate_up->linear : last;
+        if (last.gated || (gate_up && (!first.gated || first.out_features != 2 * last.in_features)))
+            throw std::invalid_argument("a gated linear goes before another, of half its size, and nowhere else");
         const auto piece = std::make_shared<Piece>(
             Piece{kernels, linear->linear, gate_up ? gate_up->linear : nullptr, copied(norm, first.in_features), eps, x, rows, y, out_stride,
-                  Rows(kernels, first, rows), Rows(kernels, last, gate_up ? rows : 0),
+                  OperandBuffer(kernels.kind(first.format), rows, first.depth),
+                  OperandBuffer(kernels.kind(last.format), gate_up ? rows : 0, last.depth),
                   Buffer(gate_up && last.format == Format::int8 ? rows * round_up(last.in_features, DEPTH) * 4 : 0)});
         Pool::instance().run(threads, [piece](Team &team) { piece->run(team); });
     });
@@ -152,7 +140,8 @@ int32_t saki_linear_run(const char *path, const saki_linear *linear, const saki_
 
 int32_t saki_top(const float *y, int64_t rows, int64_t size, int64_t stride, int32_t k, float *values, int64_t *places, int32_t threads) {
     return guarded([&] {
-        Pool::instance().run(threads, [=](Team &team) {
+        const auto sooner = [](float a, float b) { return a > b || (a != a && b == b); };  // what is no number comes first
+        Pool::instance().run(static_cast<int>(std::min<int64_t>(threads, rows)), [=](Team &team) {
             team.phase(rows, 1, [&](int64_t row, int64_t) {
                 // A short list, largest first; few values get past its last entry.
                 const float *from = y + row * stride;
@@ -160,9 +149,9 @@ int32_t saki_top(const float *y, int64_t rows, int64_t size, int64_t stride, int
                 int64_t *where = places + row * k;
                 int32_t held = 0;
                 for (int64_t i = 0; i < size; ++i) {
-                    if (held == k && !(from[i] > best[k - 1])) continue;
+                    if (held == k && !sooner(from[i], best[k - 1])) continue;
                     int32_t at = held < k ? held++ : k - 1;
-                    for (; at > 0 && from[i] > best[at - 1]; --at) {
+                    for (; at > 0 && sooner(from[i], best[at - 1]); --at) {
                         best[at] = best[at - 1];
                         where[at] = where[at - 1];
                     }
@@ -174,10 +163,9 @@ int32_t saki_top(const float *y, int64_t rows, int64_t size, int64_t stride, int
     });
 }
 
-saki_decoder *saki_decoder_new(const char *path, const saki_shape *shape, const saki_layer *layers, const float *norm,
-                               const saki_linear *head, const void *embedding, int32_t embedding_format) {
-    saki_decoder *made = nullptr;
-    guarded([&] {
+int32_t saki_decoder_new(const char *path, const saki_shape *shape, const saki_layer *layers, const float *norm,
+                         const saki_linear *head, const void *embedding, int32_t embedding_format, saki_decoder **made) {
+    return guarded([&] {
         const DecoderShape given{shape->layers, shape->heads, shape->kv_heads, shape->head_dim, shape->hidden,
                                  static_cast<Format>(shape->cache_format), shape->eps, shape->attention_scale};
         const auto decoder = std::make_shared<Decoder>(given, path_named(path));
@@ -191,17 +179,15 @@ saki_decoder *saki_decoder_new(const char *path, const saki_shape *shape, const 
         if (head) decoder->head = head->linear;
         decoder->embedding = embedding;
         decoder->embedding_format = static_cast<Format>(embedding_format);
-        made = new saki_decoder{decoder};
+        decoder->check();
+        *made = new saki_decoder{decoder};
     });
-    return made;
 }
 
 void saki_decoder_free(saki_decoder *decoder) { delete decoder; }
 
-saki_sequence *saki_sequence_new(const saki_decoder *decoder) {
-    saki_sequence *made = nullptr;
-    guarded([&] { made = new saki_sequence{Sequence(decoder->decoder->cache_shape())}; });
-    return made;
+int32_t saki_sequence_new(const saki_decoder *decoder, saki_sequence **made) {
+    return guarded([&] { *made = new saki_sequence{Sequence(decoder->decoder->cache_shape())}; });
 }
 
 void saki_sequence_free(saki_sequence *sequence) { delete sequence; }
@@ -221,7 +207,6 @@ int32_t saki_forward(const saki_decoder *decoder, const saki_batch *given, int32
         Batch batch{{}, given->tokens, given->inputs, given->attention_inputs, given->rope, given->logits, given->logits_stride, {}};
         for (int64_t i = 0; i < given->part_count; ++i) {
             const saki_part &part = given->parts[i];
-            part.sequence->sequence.reserve(part.length + part.rows);
             batch.parts.push_back({&part.sequence->sequence, part.length, part.rows, part.parents, part.logit_rows});
         }
         for (int32_t i = 0; i < given->hidden_count; ++i) batch.hidden.emplace_back(given->hidden_layers[i], given->hidden[i]);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <stdexcept>
 
 namespace sakiyomi {
 
@@ -42,9 +43,12 @@ class Plan {
     std::vector<int64_t> wanted;                          // rows with logits
     std::vector<Path> paths;
     std::vector<std::pair<int64_t, std::vector<Tile>>> tiles;  // by attention window
-    int64_t most_tiles = 0, most_pages = 0;
+    int64_t most_tiles = 0, most_pages = 0, most_queries = 0;   // most_queries: of a tile, in whole tiles of the kernels
     bool gathers = false;
     std::shared_ptr<const Decoder::Scratch> scratch;
+
+    // Floats that the result of a tile for a page takes: sums of values, highest scores and sums of weights.
+    int64_t partial_size(int64_t padded_dim) const { return most_queries * (padded_dim + 2); }
 
     const std::vector<Tile> &tiles_for(int64_t window) const {
         return std::find_if(tiles.begin(), tiles.end(), [&](const auto &entry) { return entry.first == window; })->second;
@@ -73,8 +77,10 @@ Plan::Plan(const Batch &given, const Decoder &decoder, int threads) : batch(give
     for (size_t place = 0; place < row_at.size(); ++place)
         places[static_cast<size_t>(row_at[place])] = static_cast<int64_t>(place);
     for (const Path &path : paths) gathers = gathers || !path.keys.empty();
-    for (const Layer &layer : decoder.layers)
-        add_tiles(layer.window, std::max(1, QUERY_TILE / (decoder.shape.heads / decoder.shape.kv_heads)));
+    const int64_t group = decoder.shape.heads / decoder.shape.kv_heads;
+    for (const Layer &layer : decoder.layers) add_tiles(layer.window, std::max<int64_t>(1, QUERY_TILE / group));
+    for (const auto &[window, of_window] : tiles)
+        for (const Tile &tile : of_window) most_queries = std::max(most_queries, round_up(tile.rows * group, SPARE_ROWS));
 }
 
 void Plan::add_tiles(int64_t window, int64_t rows_per_tile) {
@@ -164,7 +170,7 @@ class Pass {
 
   private:
     Operand operand(Decoder::Use use, const Linear &linear) const {
-        return scratch_.operand(use, kernels_.kind(linear.format), linear.depth);
+        return scratch_.operands[use][static_cast<size_t>(kernels_.kind(linear.format))].operand();
     }
     int64_t stride() const { return round_up(shape_.hidden, BLOCK); }
     float *residual(int64_t row) const { return scratch_.residual.floats() + row * stride(); }
@@ -243,7 +249,7 @@ class Pass {
         const auto at = static_cast<size_t>(row);
         const Part &part = *plan_.part_of[at];
         const CacheShape &cache = part.sequence->shape;
-        const int64_t slot = plan_.token_slots[at], group = shape_.heads / shape_.kv_heads;
+        const int64_t slot = plan_.token_slots[at];
         RotateCall call{};
         call.qkv = scratch_.qkv.floats() + row * layer.qkv->blocks * BLOCK;
         call.rope = plan_.batch.rope + plan_.positions[at] * shape_.head_dim;
@@ -253,9 +259,9 @@ class Pass {
         call.heads = shape_.heads;
         call.kv_heads = shape_.kv_heads;
         call.head_dim = shape_.head_dim;
-        call.padded_dim = cache.padded_dim();
+        call.padded_dim = static_cast<int>(dim_);
         call.format = shape_.cache;
-        call.queries = scratch_.queries.data() + plan_.places[at] * group * query_bytes();
+        call.queries = scratch_.queries.data() + plan_.places[at] * group_ * query_bytes();
         call.queries_stride = queries_stride();
         call.keys = part.sequence->block(index, 0, slot / BLOCK);
         call.head_stride = cache.head_bytes();
@@ -263,10 +269,9 @@ class Pass {
         kernels_.rotate(call);
     }
 
-    int64_t query_bytes() const {
-        return round_up(shape_.head_dim, BLOCK) * element_size(kernels_.kind(shape_.cache));
-    }
-    int64_t queries_stride() const { return (scratch_.rows * (shape_.heads / shape_.kv_heads) + SPARE_ROWS) * query_bytes(); }
+    int64_t query_bytes() const { return dim_ * element_size(kernels_.kind(shape_.cache)); }
+    int64_t queries_stride() const { return (scratch_.rows * group_ + SPARE_ROWS) * query_bytes(); }
+    int64_t shares_bytes() const { return round_up(plan_.most_pages * 4, CACHE_LINE); }
 
     // Attention of every tile and head, whole or page by page: the same sums either way.
     void attend(const Layer &layer, int index) {
@@ -298,20 +303,19 @@ class Pass {
     }
 
     float *partial(int64_t slot, int64_t page) const {
-        return scratch_.partials.floats() + (slot * plan_.most_pages + page) * QUERY_TILE * (round_up(shape_.head_dim, BLOCK) + 2);
+        return scratch_.partials.floats() + (slot * plan_.most_pages + page) * plan_.partial_size(dim_);
     }
 
     void attend_page(const Layer &layer, int index, const Tile &tile, int head, int64_t page, int64_t slot) {
         const Path &path = *tile.path;
         const CacheShape &cache = path.sequence->shape;
-        const int64_t group = shape_.heads / shape_.kv_heads, dim = cache.padded_dim();
         const int64_t newest = tile.position() + tile.rows - 1, oldest = std::max<int64_t>(0, tile.position() - layer.window + 1);
         constexpr int64_t per_page = PAGE / BLOCK;
         const int64_t first = std::max((tile.first_page + page) * per_page, oldest / BLOCK);
         const int64_t last = std::min((tile.first_page + page + 1) * per_page, newest / BLOCK + 1);
         char *own = thread_scratch(team_.thread);
         auto *scores = reinterpret_cast<float *>(own);
-        char *weights = own + int64_t{QUERY_TILE} * PAGE * 4, *gathered = weights + int64_t{QUERY_TILE} * PAGE * 4;
+        char *weights = own + int64_t{QUERY_TILE} * PAGE * 4, *gathered = weights + int64_t{QUERY_TILE} * PAGE * 4 + shares_bytes();
         const char *blocks[per_page];
         for (int64_t b = first; b < last; ++b) {
             char *block = path.sequence->block(index, head, b);
@@ -322,13 +326,13 @@ class Pass {
             }
             blocks[b - first] = block;
         }
-        float *acc = partial(slot, page), *stats = acc + QUERY_TILE * dim;
+        float *acc = partial(slot, page), *stats = acc + plan_.most_queries * dim_;
         AttendCall call{};
         call.format = shape_.cache;
-        call.queries = scratch_.queries.data() + head * queries_stride() + (path.first + tile.first) * group * query_bytes();
-        call.rows = static_cast<int>(tile.rows * group);
-        call.group = static_cast<int>(group);
-        call.padded_dim = static_cast<int>(dim);
+        call.queries = scratch_.queries.data() + head * queries_stride() + (path.first + tile.first) * group_ * query_bytes();
+        call.rows = static_cast<int>(tile.rows * group_);
+        call.group = static_cast<int>(group_);
+        call.padded_dim = static_cast<int>(dim_);
         call.scale = shape_.attention_scale;
         call.blocks = blocks;
         call.block_count = static_cast<int>(last - first);
@@ -339,7 +343,7 @@ class Pass {
         call.weights = weights;
         call.acc = acc;
         call.highest = stats;
-        call.sum = stats + QUERY_TILE;
+        call.sum = stats + plan_.most_queries;
         kernels_.attend(call);
     }
 
@@ -361,23 +365,23 @@ class Pass {
     }
 
     void bring_together(const Layer &layer, const Tile &tile, int head, int64_t slot) {
-        const int64_t group = shape_.heads / shape_.kv_heads, dim = round_up(shape_.head_dim, BLOCK);
         Operand out = operand(Decoder::ATTENDED, *layer.output);
         if (layer.output->format == Format::int8)
             out = {Kind::f32, scratch_.staged.data(), round_up(layer.output->in_features, DEPTH) * 4, nullptr, nullptr, 0};
         const int64_t element = element_size(out.kind);
-        for (int64_t i = 0; i < tile.rows * group; ++i) {
-            const int64_t row = plan_.row_at[static_cast<size_t>(tile.path->first + tile.first + i / group)];
+        for (int64_t i = 0; i < tile.rows * group_; ++i) {
+            const int64_t row = plan_.row_at[static_cast<size_t>(tile.path->first + tile.first + i / group_)];
             MergeCall call{};
             call.pages = static_cast<int>(tile.pages);
             call.head_dim = shape_.head_dim;
-            call.acc = partial(slot, 0) + i * dim;
-            call.acc_stride = call.stat_stride = partial(0, 1) - partial(0, 0);
-            call.highest = partial(slot, 0) + QUERY_TILE * dim + i;
-            call.sum = call.highest + QUERY_TILE;
+            call.acc = partial(slot, 0) + i * dim_;
+            call.acc_stride = call.stat_stride = plan_.partial_size(dim_);
+            call.highest = partial(slot, 0) + plan_.most_queries * dim_ + i;
+            call.sum = call.highest + plan_.most_queries;
+            call.shares = reinterpret_cast<float *>(thread_scratch(team_.thread) + int64_t{QUERY_TILE} * PAGE * 8);
             call.scale = shape_.attention_scale;
             call.destination = out;
-            call.destination.data = out.data + row * out.stride + (head * group + i % group) * shape_.head_dim * element;
+            call.destination.data = out.data + row * out.stride + (head * group_ + i % group_) * shape_.head_dim * element;
             kernels_.merge(call);
         }
     }
@@ -409,64 +413,105 @@ class Pass {
     const Kernels &kernels_;
     const Plan &plan_;
     Team &team_;
+    const int64_t group_ = shape_.heads / shape_.kv_heads, dim_ = round_up(shape_.head_dim, BLOCK);
 };
 
-void Decoder::forward(const Batch &batch, int threads) const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto plan = std::make_shared<Plan>(batch, *this, threads);
-    plan->scratch = scratch_ = scratch_for(*plan);
-    Pool::instance().run(threads, [self = shared_from_this(), plan](Team &team) { Pass(*self, *plan, team).run(); });
+namespace {
+
+void require(bool holds, const char *what) {
+    if (!holds) throw std::invalid_argument(what);
 }
 
-std::shared_ptr<const Decoder::Scratch> Decoder::scratch_for(const Plan &plan) const {
-    const int64_t group = shape.heads / shape.kv_heads, dim = round_up(shape.head_dim, BLOCK);
-    const int64_t own_bytes = int64_t{QUERY_TILE} * PAGE * 8 + (plan.gathers ? cache_shape().head_bytes() : 0);
+}  // namespace
+
+void Decoder::check() const {
+    const int64_t heads = shape.heads, kv_heads = shape.kv_heads, dim = shape.head_dim;
+    require(shape.cache != Format::int8, "keys and values must be float32 or bfloat16");
+    require(kv_heads > 0 && heads > 0 && heads % kv_heads == 0, "heads must be a multiple of key heads");
+    require(heads / kv_heads <= QUERY_TILE, "there may be 64 heads for a key head at most");
+    require(dim > 0 && dim % 2 == 0 && dim <= MAX_HEAD, "head_dim must be even, and 512 at most");
+    require(!layers.empty(), "there must be a layer");
+    require(!head || (head->in_features == shape.hidden && !head->gated), "the head doesn't take the hidden size");
+    const Layer &first = layers[0];
+    for (const Layer &layer : layers) {
+        require(layer.window > 0, "a window must have a token at least");
+        require(!layer.qkv->gated && !layer.output->gated && layer.gate_up->gated && !layer.down->gated,
+                "gate_up must be gated, and nothing else");
+        require(layer.qkv->out_features == (heads + 2 * kv_heads) * dim, "qkv must give queries, keys and values");
+        require(&layer == &first || layer.qkv->in_features == shape.hidden, "qkv must take the hidden size");
+        require(layer.output->in_features == heads * dim, "output must take what the heads give");
+        require(layer.gate_up->in_features == shape.hidden, "gate_up must take the hidden size");
+        require(2 * layer.down->in_features == layer.gate_up->out_features, "down must take half of what gate_up gives");
+        require(layer.output->out_features == shape.hidden && layer.down->out_features == shape.hidden,
+                "output and down must give the hidden size");
+        require(layer.down->in_features == first.down->in_features, "layers must have one intermediate size");
+    }
+}
+
+void Decoder::forward(const Batch &batch, int threads) const {
+    require(batch.tokens || batch.inputs, "there must be tokens or inputs");
+    require(!batch.tokens || embedding || head, "tokens need an embedding or a head");
+    require(batch.attention_inputs || layers[0].qkv->in_features == shape.hidden, "attention needs inputs of its own width");
+    for (const auto &[after, out] : batch.hidden) require(after >= 0 && after <= shape.layers, "there is no such layer");
+    for (const Part &part : batch.parts) {
+        require(part.sequence->shape == cache_shape(), "a sequence is another decoder's");
+        for (const Part *other = batch.parts.data(); other != &part; ++other)
+            require(other->sequence != part.sequence, "a sequence is there twice");
+        require(part.rows > 0 && part.logit_rows >= 0 && part.logit_rows <= part.rows, "a part must have rows");
+        for (int64_t i = 0; part.parents && i < part.rows; ++i)
+            require(part.parents[i] >= -1 && part.parents[i] < i, "a parent must come before its row");
+        part.sequence->reserve(part.length + part.rows);
+    }
+    const auto plan = std::make_shared<Plan>(batch, *this, threads);
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        plan->scratch.swap(scratch_);
+    }
+    plan->scratch = fitted(plan->scratch, *plan);
+    Pool::instance().run(threads, [self = shared_from_this(), plan](Team &team) { Pass(*self, *plan, team).run(); });
+    const std::lock_guard<std::mutex> lock(mutex_);
+    scratch_ = plan->scratch;
+}
+
+std::shared_ptr<const Decoder::Scratch> Decoder::fitted(std::shared_ptr<const Scratch> scratch, const Plan &plan) const {
+    const int64_t group = shape.heads / shape.kv_heads, dim = cache_shape().padded_dim();
+    const int64_t own_bytes =
+        int64_t{QUERY_TILE} * PAGE * 8 + (plan.gathers ? cache_shape().head_bytes() : 0) + round_up(plan.most_pages * 4, CACHE_LINE);
     // Attention that is cut by pages has fewer tiles and heads than two per thread.
     const int64_t items = std::max<int64_t>(plan.threads, std::min<int64_t>(2 * plan.threads, plan.most_tiles * shape.kv_heads));
-    const int64_t partials = items * plan.most_pages * QUERY_TILE * (dim + 2) * 4;
-    if (scratch_ && scratch_->rows >= plan.rows && scratch_->own_bytes >= own_bytes &&
-        scratch_->threads.size() >= plan.threads * scratch_->own_bytes && scratch_->partials.size() >= partials)
-        return scratch_;
+    const int64_t partials = items * plan.most_pages * plan.partial_size(dim) * 4;
+    if (scratch && scratch->rows >= plan.rows && scratch->own_bytes >= own_bytes &&
+        scratch->threads.size() >= plan.threads * scratch->own_bytes && scratch->partials.size() >= partials)
+        return scratch;
 
     const auto made = std::make_shared<Scratch>();
-    made->rows = std::max({FEW_ROWS, plan.rows, scratch_ ? scratch_->rows : 0});
-    made->own_bytes = std::max(own_bytes, scratch_ ? scratch_->own_bytes : 0);
-    made->threads = Buffer(std::max(plan.threads * made->own_bytes, scratch_ ? scratch_->threads.size() : 0));
-    made->partials = Buffer(std::max(partials * 3 / 2, scratch_ ? scratch_->partials.size() : 0));
-    int64_t widest = 0, staged = 0;
-    for (const Layer &layer : layers) {
-        widest = std::max(widest, layer.qkv->blocks * BLOCK);
-        staged = std::max({staged, layer.output->depth, layer.down->depth});
-    }
+    made->rows = std::max({FEW_ROWS, plan.rows, scratch ? scratch->rows : 0});
+    made->own_bytes = std::max(own_bytes, scratch ? scratch->own_bytes : 0);
+    made->threads = Buffer(std::max(plan.threads * made->own_bytes, scratch ? scratch->threads.size() : 0));
+    made->partials = Buffer(std::max(partials * 3 / 2, scratch ? scratch->partials.size() : 0));
+    scratch.reset();
+    const Layer &layer = layers[0];
     made->residual = Buffer(made->rows * round_up(shape.hidden, BLOCK) * 4);
-    made->qkv = Buffer(made->rows * widest * 4);
-    made->staged = Buffer(made->rows * staged * 4);
+    made->qkv = Buffer(made->rows * layer.qkv->blocks * BLOCK * 4);
+    made->staged = Buffer(made->rows * std::max(layer.output->depth, layer.down->depth) * 4);
     made->queries = Buffer(shape.kv_heads * (made->rows * group + SPARE_ROWS) * dim * 4);
+    std::array<std::array<bool, 4>, USES> there{};
     const auto make = [&](Use use, const Linear &linear) {
         const Kind kind = kernels_.kind(linear.format);
-        Buffer &buffer = made->operands[use][static_cast<size_t>(kind)];
-        const int64_t bytes = (made->rows + SPARE_ROWS) * made->operand(use, kind, linear.depth).stride;
-        if (buffer.size() < bytes) buffer = Buffer(bytes);
-        const int64_t groups = (made->rows + SPARE_ROWS) * (linear.depth / DEPTH) * 4;
-        if (linear.format != Format::int8 || made->scales[use].size() >= groups) return;
-        made->scales[use] = Buffer(groups);
-        made->sums[use] = Buffer(groups);
+        const auto index = static_cast<size_t>(kind);
+        if (there[use][index]) return;
+        there[use][index] = true;
+        made->operands[use][index] = OperandBuffer(kind, made->rows, linear.depth);
     };
-    for (const Layer &layer : layers) {
-        make(layer.qkv->in_features == shape.hidden ? NORMED : INPUT, *layer.qkv);
-        make(NORMED, *layer.gate_up);
-        make(ATTENDED, *layer.output);
-        make(GATED, *layer.down);
+    make(INPUT, *layer.qkv);
+    for (const Layer &each : layers) {
+        if (each.qkv->in_features == shape.hidden) make(NORMED, *each.qkv);
+        make(NORMED, *each.gate_up);
+        make(ATTENDED, *each.output);
+        make(GATED, *each.down);
     }
-    if (plan.batch.attention_inputs) make(INPUT, *layers[0].qkv);
     if (head) make(NORMED, *head);
     return made;
-}
-
-Operand Decoder::Scratch::operand(Use use, Kind kind, int64_t depth) const {
-    // Rows lie 64 bytes further apart than they need: at powers of two they would compete for places in the cache.
-    return {kind, operands[use][static_cast<size_t>(kind)].data(), depth * element_size(kind) + 64, scales[use].floats(),
-            reinterpret_cast<int32_t *>(sums[use].data()), depth / DEPTH};
 }
 
 }  // namespace sakiyomi

@@ -54,7 +54,10 @@ class Decoder : public std::enable_shared_from_this<Decoder> {
   public:
     Decoder(const DecoderShape &shape, const Kernels &kernels) : shape(shape), kernels_(kernels) {}
 
-    // Throws std::bad_alloc before anything is written. Sequences must have room (Sequence::reserve).
+    // Throws std::invalid_argument if the parts don't fit together.
+    void check() const;
+
+    // Throws std::bad_alloc or std::invalid_argument before anything is written. Makes room in the sequences.
     void forward(const Batch &batch, int threads) const;
 
     CacheShape cache_shape() const { return {shape.cache, shape.layers, shape.kv_heads, shape.head_dim}; }
@@ -75,16 +78,14 @@ class Decoder : public std::enable_shared_from_this<Decoder> {
     struct Scratch {
         int64_t rows = 0, own_bytes = 0;  // own_bytes: of each thread
         Buffer residual, qkv, queries, staged, threads, partials;
-        std::array<std::array<Buffer, 4>, USES> operands;  // by use and kind: what pads their rows stays zero
-        std::array<Buffer, USES> scales, sums;             // of int8 rows
-
-        Operand operand(Use use, Kind kind, int64_t depth) const;
+        std::array<std::array<OperandBuffer, 4>, USES> operands;  // by use and kind
     };
 
-    std::shared_ptr<const Scratch> scratch_for(const Plan &plan) const;
+    // Scratch for a plan: the one given, if it is large enough.
+    std::shared_ptr<const Scratch> fitted(std::shared_ptr<const Scratch> scratch, const Plan &plan) const;
 
     const Kernels &kernels_;
-    mutable std::mutex mutex_;
+    mutable std::mutex mutex_;  // of scratch_, which a forward takes for itself and gives back
     mutable std::shared_ptr<const Scratch> scratch_;
 };
 

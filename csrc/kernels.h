@@ -15,7 +15,17 @@ constexpr int DEPTH = 64;       // input features are padded to a multiple of th
 constexpr int STEP_BYTES = 128; // of weights: 32 columns x 4 bytes, that is 1 float32, 2 bf16 or 4 int8 along the depth
 constexpr int PAGE = 256;       // keys whose attention is one partial result
 constexpr int QUERY_TILE = 64;  // query rows that attention takes together, at most
+constexpr int MAX_HEAD = 512;   // head_dim, at most
 constexpr int SPARE_ROWS = 32;  // kernels may read (never use) this many rows past the last
+
+// Where in a block of keys and values a token's numbers are: the key's element i at key_place(), in the half of the
+// block that values follow, the value's at value_place(); both in elements, of which a step has `per_step`.
+constexpr int64_t key_place(int slot, int i, int per_step) {
+    return (int64_t{i} / per_step * BLOCK + slot) * per_step + i % per_step;
+}
+constexpr int64_t value_place(int slot, int i, int per_step) {
+    return int64_t{i} / BLOCK * BLOCK * BLOCK + (slot / per_step * BLOCK + i % BLOCK) * per_step + slot % per_step;
+}
 
 // How weights, or keys and values, are stored.
 enum class Format : int32_t { f32 = 0, bf16 = 1, int8 = 2 };
@@ -106,6 +116,7 @@ struct MergeCall {
     const float *highest, *sum;  // the next page's at + stat_stride
     int64_t stat_stride;
     float scale;
+    float *shares;        // scratch: [pages]
     Operand destination;  // data already at the row and the head
 };
 

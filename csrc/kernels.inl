@@ -13,30 +13,36 @@ namespace sakiyomi {
 namespace {
 
 constexpr float LOWEST = -INFINITY;
+constexpr float SMALLEST = 1e-36f;  // what is below is zero when it becomes an integer: 127 / x would be infinite
 
 Kind kind(Format format) {
     return format == Format::f32 ? F32::KIND : format == Format::bf16 ? BF16::KIND : INT8::KIND;
 }
 
+// Every thread rounds to nearest and takes subnormal numbers for zero, whatever its settings were.
 #if defined(SAKIYOMI_X86)
-// Subnormal numbers count as zero on every thread alike, whatever the caller's settings are.
-constexpr unsigned FLUSH = 0x8040;
 thread_local unsigned callers_settings;
 
 void begin() {
     callers_settings = _mm_getcsr();
-    _mm_setcsr(callers_settings | FLUSH);
-#if defined(SAKIYOMI_AMX)
-    _tile_loadconfig(&TILE_CONFIG);
-#endif
+    _mm_setcsr(0x1f80 | 0x8040);  // no exceptions, to nearest; results and inputs flushed
 }
 
 void end() {
     _mm_setcsr(callers_settings);
-#if defined(SAKIYOMI_AMX)
+#if SAKIYOMI_LEVEL == SAKIYOMI_AMX
     _tile_release();
 #endif
 }
+#elif defined(__aarch64__) && !defined(_MSC_VER)
+thread_local uint64_t callers_settings;
+
+void begin() {
+    __asm__ __volatile__("mrs %0, fpcr" : "=r"(callers_settings));
+    __asm__ __volatile__("msr fpcr, %0" : : "r"(uint64_t{1} << 24));
+}
+
+void end() { __asm__ __volatile__("msr fpcr, %0" : : "r"(callers_settings)); }
 #else
 void begin() {}
 void end() {}
@@ -109,7 +115,7 @@ void quantise(Get get, int64_t size, const Operand &out, int64_t row) {
         };
         each(count, [&](int64_t i) { look(get(first + i)); }, [&](int64_t i, int n) { look(get(first + i, n)); });
         const float top = highest(largest);
-        const V factor = set1(top > 0 ? 127.0f / top : 0.0f);
+        const V factor = set1(top > SMALLEST ? 127.0f / top : 0.0f);
         // Where the scale is no number the integers may be anything, but what has no integer must not be converted.
         const auto fitted = [&](V x) { return max(mul(x, factor), set1(-127.0f)); };
         alignas(64) float whole[DEPTH] = {};
@@ -167,6 +173,7 @@ inline void finish(const LinearCall &call, int64_t block, int64_t first, int row
 }
 
 void linear(const LinearCall &call, int64_t first_block, int64_t last_block) {
+    configure_tiles(call.rows);
     const Weights &w = call.weights;
     const int64_t steps = w.depth / elements_per_step(w.format);
     alignas(64) float products[32 * BLOCK];
@@ -204,8 +211,6 @@ inline void turn(const RotateCall &call, const float *x, const float *weight, fl
         });
 }
 
-constexpr int MAX_HEAD = 512;
-
 inline void to_bf16(const float *x, int size, uint16_t *out) {
     each(size, [&](int64_t i) { store_bf16(out + i, load(x + i)); },
          [&](int64_t i, int n) { store_bf16_n(out + i, load_n(x + i, n), n); });
@@ -214,8 +219,10 @@ inline void to_bf16(const float *x, int size, uint16_t *out) {
 // A key that isn't finite speaks for its value too, and the value is stored as zero: a value that isn't finite would
 // spoil rows that don't see it, since zero times it isn't zero.
 inline void write_key_value(const RotateCall &call, char *block, float *key, float *value) {
+    // Rounding up to bf16 makes infinity of what is above its largest number.
+    const float rounding = call.format == Format::bf16 ? 1.0f + 1.0f / 128 : 1.0f;
     float unfit = 0;
-    for (int i = 0; i < call.head_dim; ++i) unfit += value[i] * 0.0f;
+    for (int i = 0; i < call.head_dim; ++i) unfit += value[i] * rounding * 0.0f;
     if (unfit != 0.0f || unfit != unfit) {
         for (int i = 0; i < call.head_dim; ++i) {
             value[i] = 0.0f;
@@ -224,21 +231,19 @@ inline void write_key_value(const RotateCall &call, char *block, float *key, flo
     }
     char *values = block + BLOCK * call.padded_dim * element_size(call.format);
     if (call.format == Format::f32) {
-        auto *k = reinterpret_cast<float *>(block) + call.slot;
-        auto *v = reinterpret_cast<float *>(values) + call.slot * BLOCK;
         for (int i = 0; i < call.head_dim; ++i) {
-            k[i * BLOCK] = key[i];
-            v[(i / BLOCK) * BLOCK * BLOCK + i % BLOCK] = value[i];
+            reinterpret_cast<float *>(block)[key_place(call.slot, i, 1)] = key[i];
+            reinterpret_cast<float *>(values)[value_place(call.slot, i, 1)] = value[i];
         }
         return;
     }
     alignas(64) uint16_t halves[MAX_HEAD];
     to_bf16(key, call.padded_dim, halves);
-    auto *k = reinterpret_cast<uint32_t *>(block) + call.slot;
-    for (int i = 0; i < call.padded_dim / 2; ++i) memcpy(k + i * BLOCK, halves + 2 * i, 4);
+    for (int i = 0; i < call.padded_dim; i += 2)
+        memcpy(reinterpret_cast<uint16_t *>(block) + key_place(call.slot, i, 2), halves + i, 4);
     to_bf16(value, call.padded_dim, halves);
-    auto *v = reinterpret_cast<uint16_t *>(values) + (call.slot / 2) * BLOCK * 2 + call.slot % 2;
-    for (int i = 0; i < call.padded_dim; ++i) v[(i / BLOCK) * BLOCK * BLOCK + (i % BLOCK) * 2] = halves[i];
+    for (int i = 0; i < call.padded_dim; ++i)
+        reinterpret_cast<uint16_t *>(values)[value_place(call.slot, i, 2)] = halves[i];
 }
 
 void rotate(const RotateCall &call) {
@@ -261,6 +266,7 @@ void rotate(const RotateCall &call) {
 }
 
 void attend(const AttendCall &call) {
+    configure_tiles(call.rows);
     const int keys = call.block_count * BLOCK, dim = call.padded_dim, steps = elements_per_step(call.format);
     const Operand weights{kind(call.format), call.weights, PAGE * element_size(kind(call.format)), nullptr, nullptr, 0};
     const int64_t query_stride = dim * element_size(weights.kind);
@@ -302,14 +308,18 @@ void merge(const MergeCall &call) {
         const float highest = call.highest[page * call.stat_stride];
         if (highest > most) most = highest;
     }
-    // A row sees itself at least, so that `most` is a number unless the row's scores are none.
-    auto share = [&](int page) { return exp(set1((call.highest[page * call.stat_stride] - most) * call.scale)); };
+    // A row sees itself at least, so that `most` is a number unless the row's scores are none. Pages that it doesn't see
+    // have a share of zero, and are left out as if they weren't there.
     V total = set1(0);
-    for (int page = 0; page < call.pages; ++page)
-        total = add(total, mul(share(page), set1(call.sum[page * call.stat_stride])));
+    for (int page = 0; page < call.pages; ++page) {
+        V share = exp(set1((call.highest[page * call.stat_stride] - most) * call.scale));
+        store_n(call.shares + page, share, 1);
+        if (call.shares[page] != 0.0f) total = fma(share, set1(call.sum[page * call.stat_stride]), total);
+    }
     auto value = [&](auto read) {
         V all = set1(0);
-        for (int page = 0; page < call.pages; ++page) all = fma(share(page), read(call.acc + page * call.acc_stride), all);
+        for (int page = 0; page < call.pages; ++page)
+            if (call.shares[page] != 0.0f) all = fma(set1(call.shares[page]), read(call.acc + page * call.acc_stride), all);
         return div(all, total);
     };
     const Operand &out = call.destination;

@@ -1,6 +1,7 @@
 // The path "amx".
 #define SAKIYOMI_PATH "amx"
-#define SAKIYOMI_AMX 1
+#define SAKIYOMI_LEVEL SAKIYOMI_AMX
+#include "levels.h"
 #include "simd_avx512.h"
 
 #include "kernels.inl"

@@ -63,6 +63,29 @@ class WeightMemory {
 
 inline int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
+// Memory for rows to multiply. What pads the rows is zero, and stays so as long as all rows have one size.
+class OperandBuffer {
+  public:
+    OperandBuffer() = default;
+    OperandBuffer(Kind kind, int64_t rows, int64_t depth)
+        // Rows lie 64 bytes further apart than they need: at powers of two they would compete for places in the cache.
+        : kind_(kind),
+          stride_(depth * element_size(kind) + CACHE_LINE),
+          groups_(kind == Kind::s8 || kind == Kind::s16 ? depth / DEPTH : 0),
+          rows_((rows + SPARE_ROWS) * stride_),
+          scales_(rows * groups_ * 4),
+          sums_(rows * groups_ * 4) {}
+
+    Operand operand() const {
+        return {kind_, rows_.data(), stride_, scales_.floats(), reinterpret_cast<int32_t *>(sums_.data()), groups_};
+    }
+
+  private:
+    Kind kind_ = Kind::f32;
+    int64_t stride_ = 0, groups_ = 0;
+    Buffer rows_, scales_, sums_;
+};
+
 // A linear whose weights have been packed. Filled row by row, in any order.
 class Linear {
   public:
@@ -100,6 +123,9 @@ struct CacheShape {
     int64_t block_bytes() const { return 2 * half_block(); }
     int64_t head_bytes() const { return PAGE / BLOCK * block_bytes(); }
     int64_t page_bytes() const { return head_bytes() * kv_heads * layers; }
+    bool operator==(const CacheShape &other) const {
+        return format == other.format && layers == other.layers && kv_heads == other.kv_heads && head_dim == other.head_dim;
+    }
 };
 
 // Keys and values of one sequence: pages of 256 tokens, each [layers][kv_heads][8 blocks][keys, values].

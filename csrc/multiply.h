@@ -15,7 +15,7 @@ namespace {
 
 // Bytes of weights that are asked for ahead of use: about what memory delivers within its latency.
 constexpr int AHEAD = 4096;
-constexpr int AHEAD_TILES = 8192;
+constexpr int AHEAD_TILES = 4096;
 
 inline uint32_t bits_at(const char *p) {
     uint32_t bits;
@@ -28,7 +28,7 @@ inline float float_at(const char *p) {
     return value;
 }
 
-#if defined(__AVX512F__)
+#if SAKIYOMI_LEVEL >= SAKIYOMI_AVX512
 
 inline void ahead(const char *p) {
     _mm_prefetch(p + AHEAD, _MM_HINT_T0);
@@ -57,7 +57,7 @@ struct F32 {
     static void store(float *p, Sum x) { _mm512_storeu_ps(p, x); }
 };
 
-#if defined(__AVX512BF16__)
+#if SAKIYOMI_LEVEL >= SAKIYOMI_AVX512_BF16
 struct BF16 {
     static constexpr Kind KIND = Kind::bf16;
     static constexpr int ROWS = 14, COLUMNS = 32, ROW_BYTES = 4;
@@ -142,7 +142,7 @@ struct INT8 {  // four bytes of a column are two pairs of int16: bytes 0 and 2, 
 };
 #endif
 
-#elif defined(__AVX2__)
+#elif SAKIYOMI_LEVEL == SAKIYOMI_AVX2
 
 inline void ahead(const char *p) { _mm_prefetch(p + AHEAD, _MM_HINT_T0); }
 inline __m256i load_bits(const char *p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)); }
@@ -358,17 +358,24 @@ void multiply_with(const Factors &f, int rows, float *out, int64_t out_stride) {
     });
 }
 
-#if defined(SAKIYOMI_AMX)
+#if SAKIYOMI_LEVEL == SAKIYOMI_AMX
 
-// Tiles of 16 rows x 64 bytes: 0..3 sums, 4 and 5 rows, 6 and 7 weights. All rows of a tile are always computed;
-// what lies past the last row is computed in vain.
+// Tiles of up to 16 rows x 64 bytes: sums of the first 16 rows (0, 1) and of the next (2, 3), those rows (4; 5), and
+// weights (6, 7). Of more than 16 rows 32 are computed, some of them perhaps in vain.
 struct TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
-// Not a local: compilers think that only its first bytes are read.
-alignas(64) const TileConfig TILE_CONFIG;
+struct TileConfigs {
+    alignas(64) TileConfig of[17];
+    constexpr TileConfigs() : of() {
+        for (int n = 1; n <= 16; ++n) of[n].rows[0] = of[n].rows[1] = of[n].rows[4] = static_cast<uint8_t>(n);
+    }
+};
+// Not made where it is used: compilers think that only a configuration's first bytes are read.
+constexpr TileConfigs TILE_CONFIGS;
+inline void configure_tiles(int64_t rows) { _tile_loadconfig(&TILE_CONFIGS.of[rows < 16 ? rows : 16]); }
 
 inline void prefetch_tiles(const char *w) {
     for (int line = 0; line < 16 * STEP_BYTES; line += 64) _mm_prefetch(w + AHEAD_TILES + line, _MM_HINT_T0);
@@ -413,8 +420,8 @@ inline void multiply_amx_integers(const Operand &in, int64_t first, int rows, co
     const auto stride = static_cast<size_t>(in.stride);
     const char *upper = in.data + first * in.stride, *lower = upper + 16 * in.stride;
     const bool both = rows > 16;
+    const int lines = (16 * STEP_BYTES / 64 + rows - 1) / rows;  // that each row's turn asks for ahead
     for (int64_t group = 0; group < in.groups; ++group, w += 16 * STEP_BYTES, upper += 64, lower += 64) {
-        prefetch_tiles(w);
         _tile_zero(0);
         _tile_zero(1);
         _tile_loadd(6, w, STEP_BYTES);
@@ -434,6 +441,7 @@ inline void multiply_amx_integers(const Operand &in, int64_t first, int rows, co
             _tile_stored(3, sums[16] + 16, BLOCK * 4);
         }
         for (int r = 0; r < rows; ++r) {
+            for (int i = 0; i < lines; ++i) _mm_prefetch(w + AHEAD_TILES + (r * lines + i) * 64, _MM_HINT_T0);
             const int64_t at = (first + r) * in.groups + group;
             for (int c = 0; c < BLOCK; c += 16)
                 scale_into(out + r * BLOCK + c, _mm512_load_si512(sums[r] + c), in.sums[at], in.scales[at], group == 0);
@@ -441,12 +449,14 @@ inline void multiply_amx_integers(const Operand &in, int64_t first, int rows, co
     }
 }
 
+#else
+inline void configure_tiles(int64_t) {}
 #endif
 
 // out: [rows rounded up to 32][out_stride]
 inline void multiply(Format format, const Factors &f, int rows, float *out, int64_t out_stride) {
     if (format == Format::f32) return multiply_with<F32>(f, rows, out, out_stride);
-#if defined(SAKIYOMI_AMX)
+#if SAKIYOMI_LEVEL == SAKIYOMI_AMX
     multiply_amx(f, rows, out, out_stride);
 #else
     multiply_with<BF16>(f, rows, out, out_stride);
@@ -455,7 +465,7 @@ inline void multiply(Format format, const Factors &f, int rows, float *out, int6
 
 // out: [32][32], of up to 32 rows from `first` on and a block of int8 weights, still without the weights' scales
 inline void multiply_int8(const Operand &in, int64_t first, int rows, const char *w, float *out) {
-#if defined(SAKIYOMI_AMX)
+#if SAKIYOMI_LEVEL == SAKIYOMI_AMX
     multiply_amx_integers(in, first, rows, w, out);
 #else
     in_tiles<INT8::ROWS>(rows, [&](auto constant, int row) {

@@ -14,19 +14,44 @@ std::atomic<Pool *> the_pool{nullptr};
 }  // namespace
 
 Pool &Pool::instance() {
-    Pool *pool = the_pool.load();
-    if (pool) return *pool;
-    static std::mutex mutex;
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (!the_pool.load()) {
-        the_pool.store(new Pool);
+    static const bool made = [] {
 #if !defined(_WIN32)
         // A child of fork() has none of the threads and perhaps a locked mutex: it starts afresh.
-        static std::once_flag once;
-        std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { the_pool.store(new Pool); }); });
+        pthread_atfork(nullptr, nullptr, [] { the_pool.store(new Pool); });
 #endif
-    }
+        the_pool.store(new Pool);
+        return true;
+    }();
+    (void)made;
     return *the_pool.load();
+}
+
+// A caller's turn: nobody else runs anything until it ends.
+class Pool::Turn {
+  public:
+    explicit Turn(Pool &pool) : pool_(pool) {
+        std::unique_lock<std::mutex> lock(pool.turn_mutex_);
+        const uint64_t ticket = pool.next_ticket_++;
+        pool.turn_changed_.wait(lock, [&] { return pool.turn_ == ticket; });
+    }
+    Turn(const Turn &) = delete;
+    Turn &operator=(const Turn &) = delete;
+    ~Turn() {
+        pool_.offer(nullptr, 0);
+        const std::lock_guard<std::mutex> lock(pool_.turn_mutex_);
+        ++pool_.turn_;
+        pool_.turn_changed_.notify_all();
+    }
+
+  private:
+    Pool &pool_;
+};
+
+void Pool::offer(std::shared_ptr<Run> run, int threads) {
+    const std::lock_guard<std::mutex> lock(offer_mutex_);
+    offer_ = std::move(run);
+    offer_threads_ = threads;
+    if (offer_) offered_.fetch_add(1);
 }
 
 void Pool::run(int threads, std::function<void(Team &)> program) {
@@ -37,34 +62,15 @@ void Pool::run(int threads, std::function<void(Team &)> program) {
         run->program(team);
         return;
     }
-    std::unique_lock<std::mutex> lock(turn_mutex_);
-    const uint64_t ticket = next_ticket_++;
-    turn_changed_.wait(lock, [&] { return turn_ == ticket; });
-    lock.unlock();
-
-    // Where the system gives no more threads, the work is done by those that there are.
+    const Turn turn(*this);
     try {
-        while (static_cast<int>(threads_.size()) < threads - 1)
-            threads_.emplace_back(&Pool::work, this, static_cast<int>(threads_.size()) + 1);
-    } catch (const std::system_error &) {
+        for (; workers_ < threads - 1; ++workers_) std::thread(&Pool::work, this, workers_ + 1).detach();
+    } catch (const std::system_error &) {  // no more threads are to be had: those that there are do the work
     }
-    {
-        const std::lock_guard<std::mutex> offer_lock(offer_mutex_);
-        offer_ = run;
-        offer_threads_ = threads;
-        offered_.fetch_add(1);
-    }
+    offer(run, threads);
     gate_.wake();
     Team team(*run, 0, threads);
     run->program(team);
-
-    {
-        const std::lock_guard<std::mutex> offer_lock(offer_mutex_);
-        offer_.reset();
-    }
-    lock.lock();
-    ++turn_;
-    turn_changed_.notify_all();
 }
 
 void Pool::work(int index) {

@@ -12,7 +12,6 @@
 #include <memory>
 #include <mutex>
 #include <thread>
-#include <vector>
 
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
@@ -122,8 +121,10 @@ class Pool {
     void run(int threads, std::function<void(Team &)> program);
 
   private:
+    class Turn;
     Pool() = default;
     void work(int index);
+    void offer(std::shared_ptr<Run> run, int threads);
 
     // Callers take turns.
     std::mutex turn_mutex_;
@@ -136,7 +137,7 @@ class Pool {
     std::mutex offer_mutex_;
     std::shared_ptr<Run> offer_;
     int offer_threads_ = 0;
-    std::vector<std::thread> threads_;
+    int workers_ = 0;
 };
 
 }  // namespace sakiyomi

@@ -20,32 +20,16 @@ void Sequence::keep(int64_t length, const int32_t *rows, int64_t count) {
     }
 }
 
-namespace {
-
-// T holds one step of a key: two bf16, or one float32. U is one value.
-template <class T, class U>
-void copy(const CacheShape &shape, const char *from, int from_slot, char *to, int to_slot) {
-    constexpr int STEP = sizeof(T) / sizeof(U);
-    const int dim = shape.padded_dim();
-    const auto *key = reinterpret_cast<const T *>(from) + from_slot;
-    auto *key_to = reinterpret_cast<T *>(to) + to_slot;
-    for (int i = 0; i < dim / STEP; ++i) key_to[i * BLOCK] = key[i * BLOCK];
-    const auto place = [](int slot) { return slot / STEP * BLOCK * STEP + slot % STEP; };
-    const auto *value = reinterpret_cast<const U *>(from + shape.half_block()) + place(from_slot);
-    auto *value_to = reinterpret_cast<U *>(to + shape.half_block()) + place(to_slot);
-    for (int i = 0; i < dim; ++i) {
-        const int at = i / BLOCK * BLOCK * BLOCK + i % BLOCK * STEP;
-        value_to[at] = value[at];
-    }
-}
-
-}  // namespace
-
 void copy_slot(const CacheShape &shape, const char *from, int from_slot, char *to, int to_slot) {
-    if (shape.format == Format::f32)
-        copy<uint32_t, uint32_t>(shape, from, from_slot, to, to_slot);
-    else
-        copy<uint32_t, uint16_t>(shape, from, from_slot, to, to_slot);
+    const int per_step = elements_per_step(shape.format), dim = shape.padded_dim();
+    const auto size = int64_t{element_size(shape.format)};
+    for (int i = 0; i < dim; i += per_step)
+        std::memcpy(to + key_place(to_slot, i, per_step) * size, from + key_place(from_slot, i, per_step) * size, 4);
+    from += shape.half_block();
+    to += shape.half_block();
+    for (int i = 0; i < dim; ++i)
+        std::memcpy(to + value_place(to_slot, i, per_step) * size, from + value_place(from_slot, i, per_step) * size,
+                    static_cast<size_t>(size));
 }
 
 }  // namespace sakiyomi

@@ -35,7 +35,7 @@ inline V power_of_2(V n) {  // of whole numbers in -127..127; 2^-127 is 0
 inline V round_to_whole(V x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
 inline __m256i to_bf16(V x) {
-#ifdef __AVX512BF16__
+#if SAKIYOMI_LEVEL >= SAKIYOMI_AVX512_BF16
     return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x));
 #else
     __m512i bits = _mm512_castps_si512(x);

@@ -7,18 +7,17 @@ import math
 from collections import abc
 from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from sakiyomi.core import library
 from sakiyomi.core.library import Batch, Layer, Part, Shape
 from sakiyomi.core.linear import Linear
-from sakiyomi.errors import UnsupportedModelError
 from sakiyomi.interfaces import Work
 from sakiyomi.targets.rope import cosines_and_sines
 
 _WHOLE_CONTEXT = 1 << 40  # a window that reaches back to the start
-_MAX_HEAD_DIM, _MAX_GROUP = 512, 64  # what the kernels have room for
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +68,9 @@ class Sequence:
 
     def keep(self, length: int, rows: abc.Sequence[int]) -> None:
         """Of the slots from ``length`` on keep those at these offsets (ascending), moved together."""
+        bounds = (-1, *rows, self.length - length)
+        if length < 0 or any(a >= b for a, b in pairwise(bounds)):
+            raise ValueError(f"length={length}, rows={list(rows)}: must ascend within the {self.length} tokens held")
         if any(row != i for i, row in enumerate(rows)):
             self._library.saki_sequence_keep(self.handle, length, (c_int32 * len(rows))(*rows), len(rows))
         self.truncate(length + len(rows))
@@ -79,7 +81,8 @@ class Decoder:
 
     ``frequencies``: float32 [head_dim / 2], the rotary angles per position. ``cache``: the format of keys and values.
     ``norm`` and ``head`` make logits; ``embedding``, float32 or bf16 [vocab_size, hidden], makes inputs of tokens:
-    without it, the head's rows do. Raises UnsupportedModelError for dimensions that the core has no room for.
+    without it, the head's rows do. Raises ValueError for parts that don't fit together, or dimensions that the core has
+    no room for: ``head_dim`` is even and at most 512, there are at most 64 heads for a key head.
     """
 
     def __init__(
@@ -98,59 +101,59 @@ class Decoder:
         embedding: torch.Tensor | None = None,
         kernels: str = "auto",
     ) -> None:
-        path = library.resolve(kernels)
-        if path is None:
-            raise RuntimeError("the compiled core isn't there")
-        if head_dim > _MAX_HEAD_DIM or head_dim % 2 or heads // kv_heads > _MAX_GROUP or cache == "int8":
-            raise UnsupportedModelError(
-                f"head_dim {head_dim}, {heads // kv_heads} heads per key head, {cache} cache: the compiled core has "
-                f"even head_dim up to {_MAX_HEAD_DIM}, up to {_MAX_GROUP} heads, fp32 and bf16; "
-                "kernels='torch' has no such limits"
-            )
-        self.kernels = path
+        self.kernels = library.path_of(kernels)
         self.hidden_size = layers[0].output.out_features
-        self.head_dim = head_dim
+        self.layers = len(layers)
+        self._inputs = layers[0].qkv.in_features
         self._head, self._embedding = head, embedding
         self._frequencies, self._factor = frequencies, rope_factor
         self._rope = torch.empty(0, 2, head_dim // 2)
         self._library = library.library()
         shape = Shape(
-            len(layers),
-            heads,
-            kv_heads,
-            head_dim,
-            self.hidden_size,
-            library.FORMATS[cache],
-            eps,
-            1 / math.sqrt(head_dim),
+            layers=len(layers),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            hidden=self.hidden_size,
+            cache_format=library.FORMATS[cache],
+            eps=eps,
+            attention_scale=1 / math.sqrt(head_dim),
         )
+        vectors = [
+            library.vector(norm, size)
+            for layer in layers
+            for norm, size in (
+                (layer.attention_norm, self.hidden_size),
+                (layer.query_norm, head_dim),
+                (layer.key_norm, head_dim),
+                (layer.mlp_norm, self.hidden_size),
+            )
+        ]
         described = (Layer * len(layers))(
             *(
                 Layer(
-                    library.pointer(layer.attention_norm),
-                    library.pointer(layer.query_norm),
-                    library.pointer(layer.key_norm),
-                    library.pointer(layer.mlp_norm),
+                    *(library.pointer(v) for v in vectors[4 * i : 4 * i + 4]),
                     layer.qkv.handle,
                     layer.output.handle,
                     layer.gate_up.handle,
                     layer.down.handle,
                     layer.window or _WHOLE_CONTEXT,
                 )
-                for layer in layers
+                for i, layer in enumerate(layers)
             )
         )
+        if embedding is not None and embedding.shape[1] != self.hidden_size:
+            raise ValueError(f"embedding of shape {list(embedding.shape)}: must be [vocab_size, {self.hidden_size}]")
         dtype = torch.float32 if embedding is None else embedding.dtype
-        self._handle = library.handle(
-            self._library.saki_decoder_new(
-                path.encode(),
-                ctypes.byref(shape),
-                described,
-                library.pointer(norm),
-                head.handle if head else None,
-                library.pointer(embedding, dtype),
-                library.FORMATS["bf16" if dtype is torch.bfloat16 else "fp32"],
-            )
+        self._handle = library.make(
+            "saki_decoder_new",
+            self.kernels.encode(),
+            ctypes.byref(shape),
+            described,
+            library.pointer(library.vector(norm, self.hidden_size)),
+            head.handle if head else None,
+            library.pointer(embedding, dtype),
+            library.FORMATS["bf16" if dtype is torch.bfloat16 else "fp32"],
         )
 
     def __del__(self) -> None:
@@ -159,7 +162,7 @@ class Decoder:
 
     def new_sequence(self) -> Sequence:
         """Return an empty sequence. Raises MemoryError."""
-        return Sequence(library.handle(self._library.saki_sequence_new(self._handle)))
+        return Sequence(library.make("saki_sequence_new", self._handle))
 
     def forward(
         self,
@@ -175,7 +178,8 @@ class Decoder:
         [rows, in_features of the first qkv], in place of the first layer's norm of them.
         Returns the logits that the works ask for, float32 [their rows, vocab_size] or None without a head, and of each
         of ``hidden_layers`` the residual stream after so many layers, float32 [rows, hidden].
-        Raises MemoryError, and then nothing has changed; IndexError for tokens that the vocabulary lacks.
+        Raises MemoryError; IndexError for tokens that the vocabulary lacks; ValueError for what doesn't fit together.
+        Then nothing has changed.
         """
         rows = sum(len(item.tokens) for item in work)
         tokens = [token for item in work for token in item.tokens]
@@ -184,13 +188,13 @@ class Decoder:
         kept_alive = []
         for part, item in zip(parts, work, strict=True):
             sequence, count = item.sequence, len(item.tokens)
-            assert isinstance(sequence, Sequence)
-            assert 0 <= item.logit_rows <= count > 0
+            if not isinstance(sequence, Sequence):
+                raise TypeError(f"a sequence of {type(sequence).__name__}: must come from new_sequence()")
             part.sequence, part.length, part.rows = sequence.handle, sequence.length, count
             part.logit_rows = item.logit_rows if self._head else 0
             if item.parents is not None:
-                assert len(item.parents) == count
-                assert all(-1 <= parent < i for i, parent in enumerate(item.parents))
+                if len(item.parents) != count:
+                    raise ValueError(f"{len(item.parents)} parents for {count} rows")
                 parents = (c_int32 * count)(*item.parents)
                 kept_alive.append(parents)
                 part.parents = ctypes.addressof(parents)
@@ -198,19 +202,20 @@ class Decoder:
             longest = max(longest, sequence.length + count)
         batch = Batch(parts=parts, part_count=len(work))
         if inputs is None:
-            assert self._head or self._embedding is not None
-            vocabulary = self._embedding.shape[0] if self._embedding is not None else self._head.out_features  # type: ignore[union-attr]
+            table, head = self._embedding, self._head
+            vocabulary = table.shape[0] if table is not None else head.out_features if head else 0
             if not 0 <= min(tokens) <= max(tokens) < vocabulary:
                 raise IndexError(f"token ids must be in 0..{vocabulary - 1}")
             ids = (c_int64 * rows)(*tokens)
             batch.tokens = ctypes.addressof(ids)
         else:
-            assert inputs.shape == (rows, self.hidden_size)
+            _check_shape("inputs", inputs, rows, self.hidden_size)
             batch.inputs = library.pointer(inputs)
         if attention_inputs is not None:
-            assert attention_inputs.shape[0] == rows
+            _check_shape("attention_inputs", attention_inputs, rows, self._inputs)
             batch.attention_inputs = library.pointer(attention_inputs)
-        batch.rope = self._rope_up_to(longest).data_ptr()
+        rope = self._rope_up_to(longest)  # held, since another thread may put a longer one in its place
+        batch.rope = rope.data_ptr()
         logits = None
         if self._head:
             logits = torch.empty(wanted, library.padded(self._head.out_features))
@@ -228,7 +233,14 @@ class Decoder:
 
     def _rope_up_to(self, length: int) -> torch.Tensor:
         """Return [positions, 2, head_dim / 2], cosines and sines, with ``length`` positions or more."""
-        while self._rope.shape[0] < length:
-            more = torch.stack(cosines_and_sines(self._rope.shape[0], self._frequencies, self._factor), 1)
-            self._rope = torch.cat([self._rope, more])
-        return self._rope
+        rope = self._rope
+        while rope.shape[0] < length:
+            more = torch.stack(cosines_and_sines(rope.shape[0], self._frequencies, self._factor), 1)
+            rope = torch.cat([rope, more])
+        self._rope = rope
+        return rope
+
+
+def _check_shape(name: str, tensor: torch.Tensor, *shape: int) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} of shape {list(tensor.shape)}: must be {list(shape)}")

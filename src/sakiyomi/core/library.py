@@ -87,10 +87,10 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "saki_version": (c_int32, ()),
     "saki_error": (c_char_p, ()),
     "saki_paths": (c_char_p, ()),
-    "saki_linear_new": (c_void_p, (c_int32, c_int64, c_int64, c_int32)),
+    "saki_linear_new": (c_int32, (c_int32, c_int64, c_int64, c_int32, POINTER(c_void_p))),
     "saki_linear_free": (None, (c_void_p,)),
     "saki_linear_bytes": (c_int64, (c_void_p,)),
-    "saki_linear_fill": (None, (c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int64)),
+    "saki_linear_fill": (c_int32, (c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int64)),
     "saki_linear_fill_bias": (c_int32, (c_void_p, c_int64, c_int64, c_void_p)),
     "saki_linear_run": (
         c_int32,
@@ -98,11 +98,11 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "saki_top": (c_int32, (c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_int32)),
     "saki_decoder_new": (
-        c_void_p,
-        (c_char_p, POINTER(Shape), POINTER(Layer), c_void_p, c_void_p, c_void_p, c_int32),
+        c_int32,
+        (c_char_p, POINTER(Shape), POINTER(Layer), c_void_p, c_void_p, c_void_p, c_int32, POINTER(c_void_p)),
     ),
     "saki_decoder_free": (None, (c_void_p,)),
-    "saki_sequence_new": (c_void_p, (c_void_p,)),
+    "saki_sequence_new": (c_int32, (c_void_p, POINTER(c_void_p))),
     "saki_sequence_free": (None, (c_void_p,)),
     "saki_sequence_capacity": (c_int64, (c_void_p,)),
     "saki_sequence_bytes": (c_int64, (c_void_p,)),
@@ -174,19 +174,28 @@ def library() -> ctypes.CDLL:
     return found
 
 
+def path_of(kernels: str) -> str:
+    """Return the instruction path to use. Raises OptionError, also where torch's kernels are asked for."""
+    path = resolve(kernels)
+    if path is None:
+        there = "SAKIYOMI_KERNELS=torch" if available() else "it isn't installed"
+        raise OptionError(f"kernels={kernels!r}: this needs the compiled core ({there})")
+    return path
+
+
 def check(code: int) -> None:
-    """Raise what a return code stands for."""
-    if code == 0:
-        return
-    message = library().saki_error().decode()
-    raise MemoryError(message) if code == 1 else RuntimeError(message)
+    """Raise what a return code stands for: MemoryError, or ValueError for a mistake of the caller's."""
+    if code:
+        message = library().saki_error().decode()
+        raise MemoryError(message) if code == 1 else ValueError(message)
 
 
-def handle(made: int | None) -> int:
-    """Return a handle, or raise MemoryError where there was no memory for it."""
-    if made is None:
-        raise MemoryError(library().saki_error().decode())
-    return made
+def make(name: str, *arguments: object) -> int:
+    """Call a function that makes something, and return the handle. Raises MemoryError or ValueError."""
+    made = c_void_p()
+    check(getattr(library(), name)(*arguments, ctypes.byref(made)))
+    assert made.value is not None
+    return made.value
 
 
 def padded(size: int) -> int:
@@ -195,10 +204,18 @@ def padded(size: int) -> int:
 
 
 def pointer(tensor: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
-    """Return the address of a contiguous tensor of a dtype on the CPU."""
+    """Return the address of a contiguous tensor of a dtype on the CPU. Raises ValueError for any other."""
     if tensor is None:
         return None
-    assert tensor.dtype is dtype
-    assert tensor.device.type == "cpu"
-    assert tensor.is_contiguous()
+    if tensor.dtype is not dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(f"a {tensor.dtype} tensor on {tensor.device}: must be {dtype}, contiguous, on the CPU")
     return tensor.data_ptr()
+
+
+def vector(tensor: torch.Tensor | None, size: int) -> torch.Tensor | None:
+    """Return a norm's weight or a bias as the library takes it: float32 [size]. Raises ValueError."""
+    if tensor is None:
+        return None
+    if tuple(tensor.shape) != (size,):
+        raise ValueError(f"a norm or bias of shape {list(tensor.shape)}: must be [{size}]")
+    return tensor.detach().float().contiguous()

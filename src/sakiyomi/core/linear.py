@@ -30,26 +30,24 @@ class Linear:
     ) -> None:
         self.format: Format = format
         self.out_features, self.in_features = sum(w.shape[0] for w in weights), weights[0].shape[1]
-        path = library.resolve(kernels)
-        if path is None:
-            raise RuntimeError("the compiled core isn't there")
-        self._path = path.encode()
+        if any(weight.shape[1] != self.in_features for weight in weights):
+            raise ValueError(f"weights with {[w.shape[1] for w in weights]} in_features: must have as many each")
+        if gated and [w.shape[0] for w in weights] != [self.out_features // 2] * 2:
+            raise ValueError(f"gated weights with {[w.shape[0] for w in weights]} rows: must be two of one size")
+        self._path = library.path_of(kernels).encode()
         self._library = library.library()
-        self.handle = library.handle(
-            self._library.saki_linear_new(library.FORMATS[format], self.out_features, self.in_features, int(gated))
+        self.handle = library.make(
+            "saki_linear_new", library.FORMATS[format], self.out_features, self.in_features, int(gated)
         )
         first = 0
         for i, weight in enumerate(weights):
-            weight = weight.detach()
-            if weight.dtype not in (torch.float32, torch.bfloat16):
-                weight = weight.float()
-            if weight.stride(1) != 1:
-                weight = weight.contiguous()
+            weight, rows = _rows_in_order(weight), weight.shape[0]
             source = library.FORMATS["bf16" if weight.dtype is torch.bfloat16 else "fp32"]
-            rows = weight.shape[0]
-            self._library.saki_linear_fill(self.handle, first, rows, weight.data_ptr(), source, weight.stride(0))
+            library.check(
+                self._library.saki_linear_fill(self.handle, first, rows, weight.data_ptr(), source, weight.stride(0))
+            )
             if biases is not None:
-                bias = biases[i].detach().float().contiguous()
+                bias = library.vector(biases[i], rows)
                 library.check(self._library.saki_linear_fill_bias(self.handle, first, rows, library.pointer(bias)))
             first += rows
 
@@ -108,6 +106,14 @@ class GatedMlp:
         return _run(self._down, self._gate_up, x, norm, eps)
 
 
+def _rows_in_order(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight in a dtype that is packed as it is, each row's values side by side."""
+    weight = weight.detach().cpu()
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        weight = weight.float()
+    return weight if weight.stride(1) == 1 else weight.contiguous()
+
+
 def _run(
     linear: Linear, gate_up: Linear | None, x: torch.Tensor, norm: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
@@ -115,10 +121,7 @@ def _run(
     if x.dim() != 2 or x.shape[1] != width:
         raise ValueError(f"x has shape {list(x.shape)}: must be [rows, {width}]")
     x, rows = x.detach().float().contiguous(), x.shape[0]
-    if norm is not None:
-        norm = norm.detach().float().contiguous()
-        if norm.shape != (width,):
-            raise ValueError(f"norm has shape {list(norm.shape)}: must be [{width}]")
+    norm = library.vector(norm, width)
     y = torch.empty(rows, library.padded(linear.out_features))
     library.check(
         linear._library.saki_linear_run(

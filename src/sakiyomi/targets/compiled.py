@@ -13,6 +13,7 @@ import torch
 
 from sakiyomi import core
 from sakiyomi.core.library import Format
+from sakiyomi.errors import UnsupportedModelError
 from sakiyomi.interfaces import Exactness, TargetOutput, Work
 from sakiyomi.targets.decoder import DecoderConfig, LayerNames, Reader, Stack, check_capacity, rows_are_invariant
 
@@ -39,6 +40,11 @@ class CompiledTarget:
         weight_format: Format | None = None,
         kernels: str = "auto",
     ) -> None:
+        if config.head_dim > 512 or config.head_dim % 2 or config.heads // config.kv_heads > 64:
+            raise UnsupportedModelError(
+                f"head_dim {config.head_dim}, {config.heads // config.kv_heads} heads per key head: the compiled core "
+                "has even head_dim up to 512, and up to 64 heads; kernels='torch' has no such limits"
+            )
         self.config = config
         self.dtype = dtype
         self.context_length = context_length or config.context_length
