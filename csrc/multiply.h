@@ -300,22 +300,26 @@ struct Factors {
     int64_t steps;  // of a segment
 };
 
-// R rows x COLUMNS columns at `offset` bytes in each step, all sums in registers.
-template <class M, int R>
-void multiply_tile(const Factors &f, const char *a, int64_t offset, float *out, int64_t out_stride) {
+// R rows x P times COLUMNS columns from a column on, all sums in registers.
+template <class M, int R, int P>
+void multiply_tile(const Factors &f, const char *a, int column, float *out, int64_t out_stride) {
     constexpr int N = M::COLUMNS * 4 / static_cast<int>(sizeof(typename M::Sum));
-    typename M::Sum sums[R][N];
-    for (int r = 0; r < R; ++r)
-        for (int n = 0; n < N; ++n) sums[r][n] = M::zero();
+    typename M::Sum sums[P][R][N];
+    for (int p = 0; p < P; ++p)
+        for (int r = 0; r < R; ++r)
+            for (int n = 0; n < N; ++n) sums[p][r][n] = M::zero();
     for (int s = 0; s < f.count; ++s) {
-        const char *w = f.segments[s] + offset;
-        for (int64_t step = 0; step < f.steps; ++step, w += STEP_BYTES, a += M::ROW_BYTES) {
-            const M weights(w);
-            for (int r = 0; r < R; ++r) weights.add_to(sums[r], a + r * f.stride);
-        }
+        const char *w = f.segments[s] + column * 4;
+        for (int64_t step = 0; step < f.steps; ++step, w += STEP_BYTES, a += M::ROW_BYTES)
+            for (int p = 0; p < P; ++p) {
+                const M weights(w + p * M::COLUMNS * 4);
+                for (int r = 0; r < R; ++r) weights.add_to(sums[p][r], a + r * f.stride);
+            }
     }
-    for (int r = 0; r < R; ++r)
-        for (int n = 0; n < N; ++n) M::store(out + r * out_stride + n * (M::COLUMNS / N), sums[r][n]);
+    for (int p = 0; p < P; ++p)
+        for (int r = 0; r < R; ++r)
+            for (int n = 0; n < N; ++n)
+                M::store(out + r * out_stride + column + p * M::COLUMNS + n * (M::COLUMNS / N), sums[p][r][n]);
 }
 
 // The same of integers: sums of 64 features at a time are exact, then scaled and added up as floats.
@@ -353,8 +357,10 @@ inline void in_tiles(int rows, F f) {
 template <class M>
 void multiply_with(const Factors &f, int rows, float *out, int64_t out_stride) {
     in_tiles<M::ROWS>(rows, [&](auto constant, int row) {
-        for (int column = 0; column < BLOCK; column += M::COLUMNS)
-            multiply_tile<M, constant.VALUE>(f, f.rows + row * f.stride, column * 4, out + row * out_stride + column, out_stride);
+        // A single row leaves registers for all columns at once: more sums on their way, and memory read in order.
+        constexpr int R = constant.VALUE, P = R == 1 ? BLOCK / M::COLUMNS : 1;
+        for (int column = 0; column < BLOCK; column += P * M::COLUMNS)
+            multiply_tile<M, R, P>(f, f.rows + row * f.stride, column, out + row * out_stride, out_stride);
     });
 }
 
