@@ -23,6 +23,7 @@ test: check  ## Every check: style, types, sanitizers, tests.
 check: $(CORE)  ## Style, types, and the core under sanitizers.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror csrc/*.cpp csrc/*.h csrc/*.inl
 	$(BIN)/mypy
 	@# The linker keeps one copy of an inline function, perhaps one with instructions that a processor lacks.
 	@! nm -C build/dev/CMakeFiles/sakiyomi_core.dir/csrc/kernels_a*.o 2>/dev/null | grep ' [WVu] ' | grep -v DW.ref || \

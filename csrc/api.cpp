@@ -64,7 +64,8 @@ struct Piece {
         const Linear &first = gate_up ? *gate_up : *linear;
         team.phase(rows, std::max<int64_t>(1, rows / team.threads), [&](int64_t begin, int64_t end) {
             for (int64_t row = begin; row < end; ++row)
-                kernels.norm(x + row * first.in_features, norm.empty() ? nullptr : norm.data(), first.in_features, eps, in.operand(), row);
+                kernels.norm(x + row * first.in_features, norm.empty() ? nullptr : norm.data(), first.in_features, eps,
+                             in.operand(), row);
         });
         if (gate_up) {
             const bool integers = linear->format == Format::int8;
@@ -106,7 +107,8 @@ int32_t saki_linear_new(int32_t format, int64_t out_features, int64_t in_feature
     return guarded([&] {
         if (out_features < 1 || in_features < 1 || (gated && out_features % 2))
             throw std::invalid_argument("a linear must have inputs and outputs, a gated one as many gates as ups");
-        *made = new saki_linear{std::make_shared<Linear>(static_cast<Format>(format), out_features, in_features, gated != 0)};
+        *made = new saki_linear{
+            std::make_shared<Linear>(static_cast<Format>(format), out_features, in_features, gated != 0)};
     });
 }
 
@@ -114,7 +116,8 @@ void saki_linear_free(saki_linear *linear) { delete linear; }
 
 int64_t saki_linear_bytes(const saki_linear *linear) { return linear->linear->bytes(); }
 
-int32_t saki_linear_fill(saki_linear *linear, int64_t first, int64_t rows, const void *values, int32_t format, int64_t stride) {
+int32_t saki_linear_fill(saki_linear *linear, int64_t first, int64_t rows, const void *values, int32_t format,
+                         int64_t stride) {
     return guarded([&] { linear->linear->fill(first, rows, values, static_cast<Format>(format), stride); });
 }
 
@@ -122,25 +125,28 @@ int32_t saki_linear_fill_bias(saki_linear *linear, int64_t first, int64_t rows, 
     return guarded([&] { linear->linear->fill_bias(first, rows, values); });
 }
 
-int32_t saki_linear_run(const char *path, const saki_linear *linear, const saki_linear *gate_up, const float *norm, float eps,
-                        const float *x, int64_t rows, float *y, int64_t out_stride, int32_t threads) {
+int32_t saki_linear_run(const char *path, const saki_linear *linear, const saki_linear *gate_up, const float *norm,
+                        float eps, const float *x, int64_t rows, float *y, int64_t out_stride, int32_t threads) {
     return guarded([&] {
         const Kernels &kernels = path_named(path);
         const Linear &last = *linear->linear, &first = gate_up ? *gate_up->linear : last;
         if (last.gated || (gate_up && (!first.gated || first.out_features != 2 * last.in_features)))
             throw std::invalid_argument("a gated linear goes before another, of half its size, and nowhere else");
         const auto piece = std::make_shared<Piece>(
-            Piece{kernels, linear->linear, gate_up ? gate_up->linear : nullptr, copied(norm, first.in_features), eps, x, rows, y, out_stride,
-                  OperandBuffer(kernels.kind(first.format), rows, first.depth),
+            Piece{kernels, linear->linear, gate_up ? gate_up->linear : nullptr, copied(norm, first.in_features), eps, x,
+                  rows, y, out_stride, OperandBuffer(kernels.kind(first.format), rows, first.depth),
                   OperandBuffer(kernels.kind(last.format), gate_up ? rows : 0, last.depth),
                   Buffer(gate_up && last.format == Format::int8 ? rows * round_up(last.in_features, DEPTH) * 4 : 0)});
         Pool::instance().run(threads, [piece](Team &team) { piece->run(team); });
     });
 }
 
-int32_t saki_top(const float *y, int64_t rows, int64_t size, int64_t stride, int32_t k, float *values, int64_t *places, int32_t threads) {
+int32_t saki_top(const float *y, int64_t rows, int64_t size, int64_t stride, int32_t k, float *values, int64_t *places,
+                 int32_t threads) {
     return guarded([&] {
-        const auto sooner = [](float a, float b) { return a > b || (a != a && b == b); };  // what is no number comes first
+        const auto sooner = [](float a, float b) {
+            return a > b || (a != a && b == b);
+        };  // what is no number comes first
         Pool::instance().run(static_cast<int>(std::min<int64_t>(threads, rows)), [=](Team &team) {
             team.phase(rows, 1, [&](int64_t row, int64_t) {
                 // A short list, largest first; few values get past its last entry.
@@ -164,16 +170,19 @@ int32_t saki_top(const float *y, int64_t rows, int64_t size, int64_t stride, int
 }
 
 int32_t saki_decoder_new(const char *path, const saki_shape *shape, const saki_layer *layers, const float *norm,
-                         const saki_linear *head, const void *embedding, int32_t embedding_format, saki_decoder **made) {
+                         const saki_linear *head, const void *embedding, int32_t embedding_format,
+                         saki_decoder **made) {
     return guarded([&] {
-        const DecoderShape given{shape->layers, shape->heads, shape->kv_heads, shape->head_dim, shape->hidden,
-                                 static_cast<Format>(shape->cache_format), shape->eps, shape->attention_scale};
+        const DecoderShape given{shape->layers,   shape->heads,          shape->kv_heads,
+                                 shape->head_dim, shape->hidden,         static_cast<Format>(shape->cache_format),
+                                 shape->eps,      shape->attention_scale};
         const auto decoder = std::make_shared<Decoder>(given, path_named(path));
         for (int32_t i = 0; i < shape->layers; ++i) {
             const saki_layer &layer = layers[i];
-            decoder->layers.push_back({copied(layer.attention_norm, shape->hidden), copied(layer.query_norm, shape->head_dim),
-                                       copied(layer.key_norm, shape->head_dim), copied(layer.mlp_norm, shape->hidden),
-                                       layer.qkv->linear, layer.output->linear, layer.gate_up->linear, layer.down->linear, layer.window});
+            decoder->layers.push_back(
+                {copied(layer.attention_norm, shape->hidden), copied(layer.query_norm, shape->head_dim),
+                 copied(layer.key_norm, shape->head_dim), copied(layer.mlp_norm, shape->hidden), layer.qkv->linear,
+                 layer.output->linear, layer.gate_up->linear, layer.down->linear, layer.window});
         }
         decoder->norm = copied(norm, shape->hidden);
         if (head) decoder->head = head->linear;
@@ -204,12 +213,14 @@ void saki_sequence_keep(saki_sequence *sequence, int64_t length, const int32_t *
 
 int32_t saki_forward(const saki_decoder *decoder, const saki_batch *given, int32_t threads) {
     return guarded([&] {
-        Batch batch{{}, given->tokens, given->inputs, given->attention_inputs, given->rope, given->logits, given->logits_stride, {}};
+        Batch batch{{},          given->tokens, given->inputs,        given->attention_inputs,
+                    given->rope, given->logits, given->logits_stride, {}};
         for (int64_t i = 0; i < given->part_count; ++i) {
             const saki_part &part = given->parts[i];
             batch.parts.push_back({&part.sequence->sequence, part.length, part.rows, part.parents, part.logit_rows});
         }
-        for (int32_t i = 0; i < given->hidden_count; ++i) batch.hidden.emplace_back(given->hidden_layers[i], given->hidden[i]);
+        for (int32_t i = 0; i < given->hidden_count; ++i)
+            batch.hidden.emplace_back(given->hidden_layers[i], given->hidden[i]);
         decoder->decoder->forward(batch, threads);
     });
 }

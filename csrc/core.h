@@ -1,5 +1,5 @@
-/* The C interface of the compiled core. Functions that return int32_t return 0 when they went well, 1 when memory ran out
- * and 2 for a mistake of the caller's; saki_error() says more.
+/* The C interface of the compiled core. Functions that return int32_t return 0 when they went well, 1 when memory ran
+ * out and 2 for a mistake of the caller's; saki_error() says more.
  *
  * Formats: 0 float32, 1 bfloat16, 2 int8. Pointers are the caller's and are read during the call only, except where
  * a comment says that they must live on.
@@ -26,24 +26,27 @@ typedef struct saki_decoder saki_decoder;
 typedef struct saki_sequence saki_sequence;
 
 SAKI_API int32_t saki_version(void);
-SAKI_API const char *saki_error(void);    /* of this thread's last failure */
-SAKI_API const char *saki_paths(void);    /* instruction paths that this processor runs, fastest first, with commas */
+SAKI_API const char *saki_error(void); /* of this thread's last failure */
+SAKI_API const char *saki_paths(void); /* instruction paths that this processor runs, fastest first, with commas */
 
 /* A packed linear. gated: the first half of the rows are gates, the other half ups. */
-SAKI_API int32_t saki_linear_new(int32_t format, int64_t out_features, int64_t in_features, int32_t gated, saki_linear **made);
+SAKI_API int32_t saki_linear_new(int32_t format, int64_t out_features, int64_t in_features, int32_t gated,
+                                 saki_linear **made);
 SAKI_API void saki_linear_free(saki_linear *);
 SAKI_API int64_t saki_linear_bytes(const saki_linear *);
 /* Rows [first, first + rows) from float32 or bfloat16, stride values from row to row; bias from float32. */
-SAKI_API int32_t saki_linear_fill(saki_linear *, int64_t first, int64_t rows, const void *values, int32_t format, int64_t stride);
+SAKI_API int32_t saki_linear_fill(saki_linear *, int64_t first, int64_t rows, const void *values, int32_t format,
+                                  int64_t stride);
 SAKI_API int32_t saki_linear_fill_bias(saki_linear *, int64_t first, int64_t rows, const float *values);
 /* y = linear(norm(x)): x is [rows][in_features], y is [rows][out_stride] with room for out_features rounded up to 32.
  * norm is [in_features], or null for none. gate_up, if given, comes between: y = linear(silu(gate) * up). */
-SAKI_API int32_t saki_linear_run(const char *path, const saki_linear *, const saki_linear *gate_up, const float *norm, float eps,
-                                 const float *x, int64_t rows, float *y, int64_t out_stride, int32_t threads);
-/* The k largest of each row of y and where they are, largest first, the lowest place first among equals. What is no number
- * counts as largest. */
-SAKI_API int32_t saki_top(const float *y, int64_t rows, int64_t size, int64_t stride, int32_t k, float *values, int64_t *places,
-                          int32_t threads);
+SAKI_API int32_t saki_linear_run(const char *path, const saki_linear *, const saki_linear *gate_up, const float *norm,
+                                 float eps, const float *x, int64_t rows, float *y, int64_t out_stride,
+                                 int32_t threads);
+/* The k largest of each row of y and where they are, largest first, the lowest place first among equals. What is no
+ * number counts as largest. */
+SAKI_API int32_t saki_top(const float *y, int64_t rows, int64_t size, int64_t stride, int32_t k, float *values,
+                          int64_t *places, int32_t threads);
 
 typedef struct {
     int32_t layers, heads, kv_heads, head_dim;

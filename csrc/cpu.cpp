@@ -30,7 +30,8 @@ Registers cpuid(uint32_t leaf, uint32_t subleaf) {
 #if defined(_MSC_VER)
     int found[4];
     __cpuidex(found, static_cast<int>(leaf), static_cast<int>(subleaf));
-    r = {static_cast<uint32_t>(found[0]), static_cast<uint32_t>(found[1]), static_cast<uint32_t>(found[2]), static_cast<uint32_t>(found[3])};
+    r = {static_cast<uint32_t>(found[0]), static_cast<uint32_t>(found[1]), static_cast<uint32_t>(found[2]),
+         static_cast<uint32_t>(found[3])};
 #else
     __cpuid_count(leaf, subleaf, r.eax, r.ebx, r.ecx, r.edx);
 #endif

@@ -43,7 +43,7 @@ class Plan {
     std::vector<int64_t> wanted;                          // rows with logits
     std::vector<Path> paths;
     std::vector<std::pair<int64_t, std::vector<Tile>>> tiles;  // by attention window
-    int64_t most_tiles = 0, most_pages = 0, most_queries = 0;   // most_queries: of a tile, in whole tiles of the kernels
+    int64_t most_tiles = 0, most_pages = 0, most_queries = 0;  // most_queries: of a tile, in whole tiles of the kernels
     bool gathers = false;
     std::shared_ptr<const Decoder::Scratch> scratch;
 
@@ -51,7 +51,8 @@ class Plan {
     int64_t partial_size(int64_t padded_dim) const { return most_queries * (padded_dim + 2); }
 
     const std::vector<Tile> &tiles_for(int64_t window) const {
-        return std::find_if(tiles.begin(), tiles.end(), [&](const auto &entry) { return entry.first == window; })->second;
+        return std::find_if(tiles.begin(), tiles.end(), [&](const auto &entry) { return entry.first == window; })
+            ->second;
     }
 
   private:
@@ -80,7 +81,8 @@ Plan::Plan(const Batch &given, const Decoder &decoder, int threads) : batch(give
     const int64_t group = decoder.shape.heads / decoder.shape.kv_heads;
     for (const Layer &layer : decoder.layers) add_tiles(layer.window, std::max<int64_t>(1, QUERY_TILE / group));
     for (const auto &[window, of_window] : tiles)
-        for (const Tile &tile : of_window) most_queries = std::max(most_queries, round_up(tile.rows * group, SPARE_ROWS));
+        for (const Tile &tile : of_window)
+            most_queries = std::max(most_queries, round_up(tile.rows * group, SPARE_ROWS));
 }
 
 void Plan::add_tiles(int64_t window, int64_t rows_per_tile) {
@@ -101,8 +103,12 @@ void Plan::add_tiles(int64_t window, int64_t rows_per_tile) {
 
 void Plan::add_paths(const Part &part, int64_t first_row) {
     const auto add = [&](const std::vector<int64_t> &path, int64_t known) {
-        Path added{part.sequence, part.length, part.length + known, static_cast<int64_t>(row_at.size()),
-                   static_cast<int64_t>(path.size()) - known, {}};
+        Path added{part.sequence,
+                   part.length,
+                   part.length + known,
+                   static_cast<int64_t>(row_at.size()),
+                   static_cast<int64_t>(path.size()) - known,
+                   {}};
         for (size_t i = 0; i < path.size(); ++i) {
             if (path[i] != static_cast<int64_t>(i) && added.keys.empty())
                 for (const int64_t row : path) added.keys.push_back(part.length + row);
@@ -141,7 +147,12 @@ void Plan::add_paths(const Part &part, int64_t first_row) {
 class Pass {
   public:
     Pass(const Decoder &decoder, const Plan &plan, Team &team)
-        : decoder_(decoder), shape_(decoder.shape), scratch_(*plan.scratch), kernels_(decoder.kernels_), plan_(plan), team_(team) {}
+        : decoder_(decoder),
+          shape_(decoder.shape),
+          scratch_(*plan.scratch),
+          kernels_(decoder.kernels_),
+          plan_(plan),
+          team_(team) {}
 
     void run() {
         kernels_.begin();
@@ -153,11 +164,12 @@ class Pass {
         for (size_t i = 0; i < layers.size(); ++i) {
             const Layer &layer = layers[i];
             const bool given = i == 0 && plan_.batch.attention_inputs;
-            multiply(*layer.qkv, operand(given ? Decoder::INPUT : Decoder::NORMED, *layer.qkv), plan_.rows, Finish::store,
-                     scratch_.qkv.floats(), layer.qkv->blocks * BLOCK, {});
+            multiply(*layer.qkv, operand(given ? Decoder::INPUT : Decoder::NORMED, *layer.qkv), plan_.rows,
+                     Finish::store, scratch_.qkv.floats(), layer.qkv->blocks * BLOCK, {});
             rowwise([&](int64_t row) { rotate(layer, static_cast<int>(i), row); });
             attend(layer, static_cast<int>(i));
-            add(*layer.output, Decoder::ATTENDED, [&](int64_t row) { norm(layer.mlp_norm, row, Decoder::NORMED, *layer.gate_up, row); });
+            add(*layer.output, Decoder::ATTENDED,
+                [&](int64_t row) { norm(layer.mlp_norm, row, Decoder::NORMED, *layer.gate_up, row); });
             gate(layer);
             add(*layer.down, Decoder::GATED, [&](int64_t row) {
                 leave(static_cast<int>(i) + 1, row);
@@ -179,12 +191,15 @@ class Pass {
     template <class F>
     void rowwise(F f) {
         if (plan_.rows <= 2) {
-            team_.phase(1, 1, [&](int64_t, int64_t) { for (int64_t row = 0; row < plan_.rows; ++row) f(row); });
+            team_.phase(1, 1, [&](int64_t, int64_t) {
+                for (int64_t row = 0; row < plan_.rows; ++row) f(row);
+            });
             return;
         }
-        team_.phase(plan_.rows, std::max<int64_t>(1, plan_.rows / (4 * team_.threads)), [&](int64_t first, int64_t last) {
-            for (int64_t row = first; row < last; ++row) f(row);
-        });
+        team_.phase(plan_.rows, std::max<int64_t>(1, plan_.rows / (4 * team_.threads)),
+                    [&](int64_t first, int64_t last) {
+                        for (int64_t row = first; row < last; ++row) f(row);
+                    });
     }
 
     void embed(int64_t row) {
@@ -195,13 +210,11 @@ class Pass {
         } else if (!decoder_.embedding) {
             decoder_.head->row(batch.tokens[row], x);
         } else if (decoder_.embedding_format == Format::f32) {
-            std::copy_n(static_cast<const float *>(decoder_.embedding) + batch.tokens[row] * shape_.hidden, shape_.hidden, x);
+            std::copy_n(static_cast<const float *>(decoder_.embedding) + batch.tokens[row] * shape_.hidden,
+                        shape_.hidden, x);
         } else {
             const auto *from = static_cast<const uint16_t *>(decoder_.embedding) + batch.tokens[row] * shape_.hidden;
-            for (int64_t i = 0; i < shape_.hidden; ++i) {
-                const uint32_t bits = static_cast<uint32_t>(from[i]) << 16;
-                std::memcpy(x + i, &bits, 4);
-            }
+            for (int64_t i = 0; i < shape_.hidden; ++i) x[i] = from_bf16(from[i]);
         }
         leave(0, row);
         if (batch.attention_inputs) {
@@ -220,7 +233,8 @@ class Pass {
     }
 
     void norm(const std::vector<float> &weight, int64_t row, Decoder::Use use, const Linear &next, int64_t to) {
-        kernels_.norm(residual(row), weight.empty() ? nullptr : weight.data(), shape_.hidden, shape_.eps, operand(use, next), to);
+        kernels_.norm(residual(row), weight.empty() ? nullptr : weight.data(), shape_.hidden, shape_.eps,
+                      operand(use, next), to);
     }
 
     template <class Last>
@@ -277,12 +291,16 @@ class Pass {
     void attend(const Layer &layer, int index) {
         const std::vector<Tile> &tiles = plan_.tiles_for(layer.window);
         const auto items = static_cast<int64_t>(tiles.size()) * shape_.kv_heads;
-        const auto item = [&](int64_t i) { return std::pair<const Tile &, int>(tiles[static_cast<size_t>(i / shape_.kv_heads)], static_cast<int>(i % shape_.kv_heads)); };
+        const auto item = [&](int64_t i) {
+            return std::pair<const Tile &, int>(tiles[static_cast<size_t>(i / shape_.kv_heads)],
+                                                static_cast<int>(i % shape_.kv_heads));
+        };
         const bool staged = layer.output->format == Format::int8;
         if (items >= 2 * team_.threads || plan_.most_pages == 1) {
             team_.phase(items, 1, [&](int64_t i, int64_t) {
                 const auto [tile, head] = item(i);
-                for (int64_t page = 0; page < tile.pages; ++page) attend_page(layer, index, tile, head, page, team_.thread);
+                for (int64_t page = 0; page < tile.pages; ++page)
+                    attend_page(layer, index, tile, head, page, team_.thread);
                 bring_together(layer, tile, head, team_.thread);
             });
         } else {
@@ -299,7 +317,9 @@ class Pass {
         if (!staged) return;
         const Operand to = operand(Decoder::ATTENDED, *layer.output);
         const int64_t size = layer.output->in_features;
-        rowwise([&](int64_t row) { kernels_.norm(scratch_.staged.floats() + row * round_up(size, DEPTH), nullptr, size, 0, to, row); });
+        rowwise([&](int64_t row) {
+            kernels_.norm(scratch_.staged.floats() + row * round_up(size, DEPTH), nullptr, size, 0, to, row);
+        });
     }
 
     float *partial(int64_t slot, int64_t page) const {
@@ -309,13 +329,15 @@ class Pass {
     void attend_page(const Layer &layer, int index, const Tile &tile, int head, int64_t page, int64_t slot) {
         const Path &path = *tile.path;
         const CacheShape &cache = path.sequence->shape;
-        const int64_t newest = tile.position() + tile.rows - 1, oldest = std::max<int64_t>(0, tile.position() - layer.window + 1);
+        const int64_t newest = tile.position() + tile.rows - 1,
+                      oldest = std::max<int64_t>(0, tile.position() - layer.window + 1);
         constexpr int64_t per_page = PAGE / BLOCK;
         const int64_t first = std::max((tile.first_page + page) * per_page, oldest / BLOCK);
         const int64_t last = std::min((tile.first_page + page + 1) * per_page, newest / BLOCK + 1);
         char *own = thread_scratch(team_.thread);
         auto *scores = reinterpret_cast<float *>(own);
-        char *weights = own + int64_t{QUERY_TILE} * PAGE * 4, *gathered = weights + int64_t{QUERY_TILE} * PAGE * 4 + shares_bytes();
+        char *weights = own + int64_t{QUERY_TILE} * PAGE * 4,
+             *gathered = weights + int64_t{QUERY_TILE} * PAGE * 4 + shares_bytes();
         const char *blocks[per_page];
         for (int64_t b = first; b < last; ++b) {
             char *block = path.sequence->block(index, head, b);
@@ -329,7 +351,8 @@ class Pass {
         float *acc = partial(slot, page), *stats = acc + plan_.most_queries * dim_;
         AttendCall call{};
         call.format = shape_.cache;
-        call.queries = scratch_.queries.data() + head * queries_stride() + (path.first + tile.first) * group_ * query_bytes();
+        call.queries =
+            scratch_.queries.data() + head * queries_stride() + (path.first + tile.first) * group_ * query_bytes();
         call.rows = static_cast<int>(tile.rows * group_);
         call.group = static_cast<int>(group_);
         call.padded_dim = static_cast<int>(dim_);
@@ -356,18 +379,18 @@ class Pass {
             std::memset(to, 0, static_cast<size_t>(cache.block_bytes()));
         for (int64_t key = std::max(block * BLOCK, path.length); key < (block + 1) * BLOCK && key <= newest; ++key) {
             const int64_t from = path.keys[static_cast<size_t>(key - path.length)];
-            copy_slot(cache, path.sequence->block(index, head, from / BLOCK), static_cast<int>(from % BLOCK), to, static_cast<int>(key % BLOCK));
+            copy_slot(cache, path.sequence->block(index, head, from / BLOCK), static_cast<int>(from % BLOCK), to,
+                      static_cast<int>(key % BLOCK));
         }
     }
 
-    char *thread_scratch(int thread) const {
-        return scratch_.threads.data() + thread * scratch_.own_bytes;
-    }
+    char *thread_scratch(int thread) const { return scratch_.threads.data() + thread * scratch_.own_bytes; }
 
     void bring_together(const Layer &layer, const Tile &tile, int head, int64_t slot) {
         Operand out = operand(Decoder::ATTENDED, *layer.output);
         if (layer.output->format == Format::int8)
-            out = {Kind::f32, scratch_.staged.data(), round_up(layer.output->in_features, DEPTH) * 4, nullptr, nullptr, 0};
+            out = {Kind::f32, scratch_.staged.data(), round_up(layer.output->in_features, DEPTH) * 4, nullptr, nullptr,
+                   0};
         const int64_t element = element_size(out.kind);
         for (int64_t i = 0; i < tile.rows * group_; ++i) {
             const int64_t row = plan_.row_at[static_cast<size_t>(tile.path->first + tile.first + i / group_)];
@@ -381,18 +404,22 @@ class Pass {
             call.shares = reinterpret_cast<float *>(thread_scratch(team_.thread) + int64_t{QUERY_TILE} * PAGE * 8);
             call.scale = shape_.attention_scale;
             call.destination = out;
-            call.destination.data = out.data + row * out.stride + (head * group_ + i % group_) * shape_.head_dim * element;
+            call.destination.data =
+                out.data + row * out.stride + (head * group_ + i % group_) * shape_.head_dim * element;
             kernels_.merge(call);
         }
     }
 
     void gate(const Layer &layer) {
         const Operand in = operand(Decoder::NORMED, *layer.gate_up), out = operand(Decoder::GATED, *layer.down);
-        if (layer.down->format != Format::int8) return multiply(*layer.gate_up, in, plan_.rows, Finish::silu_mul, nullptr, 0, out);
+        if (layer.down->format != Format::int8)
+            return multiply(*layer.gate_up, in, plan_.rows, Finish::silu_mul, nullptr, 0, out);
         const int64_t size = layer.down->in_features, bytes = round_up(size, DEPTH) * 4;
-        multiply(*layer.gate_up, in, plan_.rows, Finish::silu_mul, nullptr, 0, {Kind::f32, scratch_.staged.data(), bytes, nullptr, nullptr, 0});
+        multiply(*layer.gate_up, in, plan_.rows, Finish::silu_mul, nullptr, 0,
+                 {Kind::f32, scratch_.staged.data(), bytes, nullptr, nullptr, 0});
         rowwise([&](int64_t row) {
-            kernels_.norm(reinterpret_cast<const float *>(scratch_.staged.data() + row * bytes), nullptr, size, 0, out, row);
+            kernels_.norm(reinterpret_cast<const float *>(scratch_.staged.data() + row * bytes), nullptr, size, 0, out,
+                          row);
         });
     }
 
@@ -441,7 +468,8 @@ void Decoder::check() const {
         require(&layer == &first || layer.qkv->in_features == shape.hidden, "qkv must take the hidden size");
         require(layer.output->in_features == heads * dim, "output must take what the heads give");
         require(layer.gate_up->in_features == shape.hidden, "gate_up must take the hidden size");
-        require(2 * layer.down->in_features == layer.gate_up->out_features, "down must take half of what gate_up gives");
+        require(2 * layer.down->in_features == layer.gate_up->out_features,
+                "down must take half of what gate_up gives");
         require(layer.output->out_features == shape.hidden && layer.down->out_features == shape.hidden,
                 "output and down must give the hidden size");
         require(layer.down->in_features == first.down->in_features, "layers must have one intermediate size");
@@ -451,8 +479,10 @@ void Decoder::check() const {
 void Decoder::forward(const Batch &batch, int threads) const {
     require(batch.tokens || batch.inputs, "there must be tokens or inputs");
     require(!batch.tokens || embedding || head, "tokens need an embedding or a head");
-    require(batch.attention_inputs || layers[0].qkv->in_features == shape.hidden, "attention needs inputs of its own width");
-    for (const auto &[after, out] : batch.hidden) require(after >= 0 && after <= shape.layers, "there is no such layer");
+    require(batch.attention_inputs || layers[0].qkv->in_features == shape.hidden,
+            "attention needs inputs of its own width");
+    for (const auto &[after, out] : batch.hidden)
+        require(after >= 0 && after <= shape.layers, "there is no such layer");
     for (const Part &part : batch.parts) {
         require(part.sequence->shape == cache_shape(), "a sequence is another decoder's");
         for (const Part *other = batch.parts.data(); other != &part; ++other)
@@ -473,12 +503,14 @@ void Decoder::forward(const Batch &batch, int threads) const {
     scratch_ = plan->scratch;
 }
 
-std::shared_ptr<const Decoder::Scratch> Decoder::fitted(std::shared_ptr<const Scratch> scratch, const Plan &plan) const {
+std::shared_ptr<const Decoder::Scratch> Decoder::fitted(std::shared_ptr<const Scratch> scratch,
+                                                        const Plan &plan) const {
     const int64_t group = shape.heads / shape.kv_heads, dim = cache_shape().padded_dim();
-    const int64_t own_bytes =
-        int64_t{QUERY_TILE} * PAGE * 8 + (plan.gathers ? cache_shape().head_bytes() : 0) + round_up(plan.most_pages * 4, CACHE_LINE);
+    const int64_t own_bytes = int64_t{QUERY_TILE} * PAGE * 8 + (plan.gathers ? cache_shape().head_bytes() : 0) +
+                              round_up(plan.most_pages * 4, CACHE_LINE);
     // Attention that is cut by pages has fewer tiles and heads than two per thread.
-    const int64_t items = std::max<int64_t>(plan.threads, std::min<int64_t>(2 * plan.threads, plan.most_tiles * shape.kv_heads));
+    const int64_t items =
+        std::max<int64_t>(plan.threads, std::min<int64_t>(2 * plan.threads, plan.most_tiles * shape.kv_heads));
     const int64_t partials = items * plan.most_pages * plan.partial_size(dim) * 4;
     if (scratch && scratch->rows >= plan.rows && scratch->own_bytes >= own_bytes &&
         scratch->threads.size() >= plan.threads * scratch->own_bytes && scratch->partials.size() >= partials)

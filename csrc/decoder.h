@@ -29,7 +29,7 @@ struct DecoderShape {
 // Rows to append to one sequence.
 struct Part {
     Sequence *sequence;
-    int64_t length;          // tokens that the sequence holds
+    int64_t length;  // tokens that the sequence holds
     int64_t rows;
     const int32_t *parents;  // [rows]: the row before each, -1 for the end of the sequence; null for a chain
     int64_t logit_rows;      // logits are wanted for this many rows, the last ones
@@ -38,11 +38,11 @@ struct Part {
 // What one call computes. All rows are float32, the parts' rows one after the other.
 struct Batch {
     std::vector<Part> parts;
-    const int64_t *tokens;         // [rows], or null: then inputs
-    const float *inputs;           // [rows][hidden]: what the first layer adds to
-    const float *attention_inputs; // [rows][in_features of qkv], or null: the norm of the inputs
-    const float *rope;             // [positions][2][head_dim / 2]
-    float *logits;                 // [wanted rows][logits_stride]
+    const int64_t *tokens;          // [rows], or null: then inputs
+    const float *inputs;            // [rows][hidden]: what the first layer adds to
+    const float *attention_inputs;  // [rows][in_features of qkv], or null: the norm of the inputs
+    const float *rope;              // [positions][2][head_dim / 2]
+    float *logits;                  // [wanted rows][logits_stride]
     int64_t logits_stride;
     std::vector<std::pair<int, float *>> hidden;  // (layers run, [rows][hidden])
 };
@@ -65,8 +65,8 @@ class Decoder : public std::enable_shared_from_this<Decoder> {
     const DecoderShape shape;
     std::vector<Layer> layers;
     std::vector<float> norm;
-    SharedLinear head;                    // null: no logits
-    const void *embedding = nullptr;      // [vocabulary][hidden], or null: the head's rows
+    SharedLinear head;                // null: no logits
+    const void *embedding = nullptr;  // [vocabulary][hidden], or null: the head's rows
     Format embedding_format = Format::f32;
 
   private:

@@ -10,9 +10,10 @@
 
 namespace sakiyomi {
 
-constexpr int BLOCK = 32;       // output features of a block of weights; keys of a block of keys
-constexpr int DEPTH = 64;       // input features are padded to a multiple of this; of int8 rows, so many share a scale
-constexpr int STEP_BYTES = 128; // of weights: 32 columns x 4 bytes, that is 1 float32, 2 bf16 or 4 int8 along the depth
+constexpr int BLOCK = 32;  // output features of a block of weights; keys of a block of keys
+constexpr int DEPTH = 64;  // input features are padded to a multiple of this; of int8 rows, so many share a scale
+constexpr int STEP_BYTES =
+    128;                        // of weights: 32 columns x 4 bytes, that is 1 float32, 2 bf16 or 4 int8 along the depth
 constexpr int PAGE = 256;       // keys whose attention is one partial result
 constexpr int QUERY_TILE = 64;  // query rows that attention takes together, at most
 constexpr int MAX_HEAD = 512;   // head_dim, at most
@@ -40,8 +41,8 @@ constexpr int element_size(Kind kind) { return kind == Kind::f32 ? 4 : kind == K
 // A packed linear, y = x W^T + b: blocks of 32 output features, in each the steps along the depth.
 struct Weights {
     Format format;
-    const char *data;     // [blocks][depth / elements per step][32][elements per step], zeros where padded
-    int64_t depth;        // padded in_features
+    const char *data;  // [blocks][depth / elements per step][32][elements per step], zeros where padded
+    int64_t depth;     // padded in_features
     int64_t blocks;
     const float *bias;    // [blocks * 32], or null
     const float *scales;  // int8: [blocks * 32]; a weight is its column's scale x (its byte - 128)
@@ -81,12 +82,12 @@ struct RotateCall {
     const float *key_norm;
     float eps;
     int heads, kv_heads, head_dim, padded_dim;
-    Format format;         // of keys and values
-    char *queries;         // of the row; a head of group g of kv head h at h * queries_stride + g * head bytes
+    Format format;  // of keys and values
+    char *queries;  // of the row; a head of group g of kv head h at h * queries_stride + g * head bytes
     int64_t queries_stride;
-    char *keys;            // key block of kv head 0; head h at + h * head_stride; values follow the keys
-    int64_t head_stride;   // bytes
-    int slot;              // in the key block
+    char *keys;           // key block of kv head 0; head h at + h * head_stride; values follow the keys
+    int64_t head_stride;  // bytes
+    int slot;             // in the key block
 };
 
 // Attention of a tile of query rows to the keys of one page: acc = sum of p V, not yet divided by the sum of p.

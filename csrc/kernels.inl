@@ -184,7 +184,8 @@ void linear(const LinearCall &call, int64_t first_block, int64_t last_block) {
             if (w.format == Format::int8)
                 multiply_int8(call.in, row, rows, data, products);
             else
-                multiply(w.format, {call.in.data + row * call.in.stride, call.in.stride, &data, 1, steps}, rows, products, BLOCK);
+                multiply(w.format, {call.in.data + row * call.in.stride, call.in.stride, &data, 1, steps}, rows,
+                         products, BLOCK);
             finish(call, block, row, rows, products);
         }
     }
@@ -212,8 +213,9 @@ inline void turn(const RotateCall &call, const float *x, const float *weight, fl
 }
 
 inline void to_bf16(const float *x, int size, uint16_t *out) {
-    each(size, [&](int64_t i) { store_bf16(out + i, load(x + i)); },
-         [&](int64_t i, int n) { store_bf16_n(out + i, load_n(x + i, n), n); });
+    each(
+        size, [&](int64_t i) { store_bf16(out + i, load(x + i)); },
+        [&](int64_t i, int n) { store_bf16_n(out + i, load_n(x + i, n), n); });
 }
 
 // A key that isn't finite speaks for its value too, and the value is stored as zero: a value that isn't finite would
@@ -308,8 +310,8 @@ void merge(const MergeCall &call) {
         const float highest = call.highest[page * call.stat_stride];
         if (highest > most) most = highest;
     }
-    // A row sees itself at least, so that `most` is a number unless the row's scores are none. Pages that it doesn't see
-    // have a share of zero, and are left out as if they weren't there.
+    // A row sees itself at least, so that `most` is a number unless the row's scores are none. Pages that it doesn't
+    // see have a share of zero, and are left out as if they weren't there.
     V total = set1(0);
     for (int page = 0; page < call.pages; ++page) {
         V share = exp(set1((call.highest[page * call.stat_stride] - most) * call.scale));
@@ -319,13 +321,16 @@ void merge(const MergeCall &call) {
     auto value = [&](auto read) {
         V all = set1(0);
         for (int page = 0; page < call.pages; ++page)
-            if (call.shares[page] != 0.0f) all = fma(set1(call.shares[page]), read(call.acc + page * call.acc_stride), all);
+            if (call.shares[page] != 0.0f)
+                all = fma(set1(call.shares[page]), read(call.acc + page * call.acc_stride), all);
         return div(all, total);
     };
     const Operand &out = call.destination;
     each(
         call.head_dim, [&](int64_t i) { put(out, out.data, i, value([i](const float *p) { return load(p + i); })); },
-        [&](int64_t i, int n) { put_n(out, out.data, i, value([i, n](const float *p) { return load_n(p + i, n); }), n); });
+        [&](int64_t i, int n) {
+            put_n(out, out.data, i, value([i, n](const float *p) { return load_n(p + i, n); }), n);
+        });
 }
 
 constexpr Kernels TABLE = {SAKIYOMI_PATH, kind, begin, end, norm, linear, rotate, attend, merge};

@@ -63,6 +63,13 @@ class WeightMemory {
 
 inline int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
+inline float from_bf16(uint16_t half) {
+    const uint32_t bits = static_cast<uint32_t>(half) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
 // Memory for rows to multiply. What pads the rows is zero, and stays so as long as all rows have one size.
 class OperandBuffer {
   public:
@@ -124,7 +131,8 @@ struct CacheShape {
     int64_t head_bytes() const { return PAGE / BLOCK * block_bytes(); }
     int64_t page_bytes() const { return head_bytes() * kv_heads * layers; }
     bool operator==(const CacheShape &other) const {
-        return format == other.format && layers == other.layers && kv_heads == other.kv_heads && head_dim == other.head_dim;
+        return format == other.format && layers == other.layers && kv_heads == other.kv_heads &&
+               head_dim == other.head_dim;
     }
 };
 

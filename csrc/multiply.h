@@ -64,7 +64,8 @@ struct BF16 {
     using Sum = __m512;
     __m512bh w0, w1;
     explicit BF16(const char *p)
-        : w0(reinterpret_cast<__m512bh>(_mm512_loadu_si512(p))), w1(reinterpret_cast<__m512bh>(_mm512_loadu_si512(p + 64))) {
+        : w0(reinterpret_cast<__m512bh>(_mm512_loadu_si512(p))),
+          w1(reinterpret_cast<__m512bh>(_mm512_loadu_si512(p + 64))) {
         ahead(p);
     }
     static Sum zero() { return _mm512_setzero_ps(); }
@@ -152,8 +153,7 @@ struct F32 {
     static constexpr int ROWS = 6, COLUMNS = 16, ROW_BYTES = 4;
     using Sum = __m256;
     __m256 w0, w1;
-    explicit F32(const char *p)
-        : w0(_mm256_castsi256_ps(load_bits(p))), w1(_mm256_castsi256_ps(load_bits(p + 32))) {
+    explicit F32(const char *p) : w0(_mm256_castsi256_ps(load_bits(p))), w1(_mm256_castsi256_ps(load_bits(p + 32))) {
         ahead(p);
     }
     static Sum zero() { return _mm256_setzero_ps(); }

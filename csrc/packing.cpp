@@ -7,13 +7,6 @@ namespace sakiyomi {
 
 namespace {
 
-float from_bf16(uint16_t half) {
-    const uint32_t bits = static_cast<uint32_t>(half) << 16;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
 uint16_t to_bf16(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
@@ -107,7 +100,12 @@ void Linear::row(int64_t index, float *out) const {
 }
 
 Weights Linear::weights() const {
-    return {format, data_.data(), depth, blocks, bias_.empty() ? nullptr : bias_.data(), scales_.empty() ? nullptr : scales_.data()};
+    return {format,
+            data_.data(),
+            depth,
+            blocks,
+            bias_.empty() ? nullptr : bias_.data(),
+            scales_.empty() ? nullptr : scales_.data()};
 }
 
 }  // namespace sakiyomi

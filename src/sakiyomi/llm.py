@@ -110,7 +110,7 @@ class LLM:
     def exactness(self) -> Exactness:
         """``bit-exact``, or ``numerics``: lossless up to ties in floating point.
 
-        Found by a test when the model was loaded; it holds for the number of threads that torch had then.
+        Found by a test when the model was loaded; on torch's kernels it holds for as many threads as torch had then.
         """
         return self.target.exactness
 
