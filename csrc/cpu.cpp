@@ -56,6 +56,7 @@ bool all(uint32_t bits, std::initializer_list<int> wanted) {
     return true;
 }
 
+#if defined(SAKIYOMI_HAVE_AMX)
 // Linux gives a process the tiles only when asked.
 bool tiles_allowed() {
 #if defined(__linux__)
@@ -65,6 +66,7 @@ bool tiles_allowed() {
     return false;
 #endif
 }
+#endif
 
 #endif
 

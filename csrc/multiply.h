@@ -217,63 +217,117 @@ struct INT8 {
 
 #else
 
-// Loops over eight columns that any compiler makes vector instructions of.
+// Four columns at a time, as most processors have instructions for.
+#if defined(__GNUC__)
+using Floats __attribute__((vector_size(16))) = float;
+using Words __attribute__((vector_size(16))) = uint32_t;
+using Ints __attribute__((vector_size(16))) = int32_t;
+#else
+template <class T>
+struct Four {
+    T of[4];
+    T &operator[](int i) { return of[i]; }
+    template <class F>
+    static Four each(F f) {
+        return {{f(0), f(1), f(2), f(3)}};
+    }
+    friend Four operator+(Four a, Four b) {
+        return each([&](int i) { return a.of[i] + b.of[i]; });
+    }
+    friend Four operator*(Four a, T b) {
+        return each([&](int i) { return a.of[i] * b; });
+    }
+    friend Four operator&(Four a, T b) {
+        return each([&](int i) { return a.of[i] & b; });
+    }
+    friend Four operator<<(Four a, int b) {
+        return each([&](int i) { return a.of[i] << b; });
+    }
+    friend Four operator>>(Four a, int b) {
+        return each([&](int i) { return a.of[i] >> b; });
+    }
+};
+using Floats = Four<float>;
+using Words = Four<uint32_t>;
+using Ints = Four<int32_t>;
+#endif
+
+// Sixteen bytes as four of something.
+template <class To>
+inline To four_at(const void *p) {
+    To x;
+    memcpy(&x, p, 16);
+    return x;
+}
+template <class To>
+inline To as(Words x) {
+    return four_at<To>(&x);
+}
+inline Floats multiply_add(Floats a, float x, Floats sum) {
+#ifdef __FP_FAST_FMAF
+    for (int i = 0; i < 4; ++i) sum[i] = __builtin_fmaf(a[i], x, sum[i]);
+    return sum;
+#else
+    return sum + a * x;
+#endif
+}
+
 struct F32 {
     static constexpr Kind KIND = Kind::f32;
     static constexpr int ROWS = 4, COLUMNS = 8, ROW_BYTES = 4;
-    struct Sum {
-        float of[8];
-    };
-    float w[8];
-    explicit F32(const char *p) { memcpy(w, p, sizeof w); }
-    static Sum zero() { return {}; }
+    using Sum = Floats;
+    Floats w0, w1;
+    explicit F32(const char *p) : w0(four_at<Floats>(p)), w1(four_at<Floats>(p + 16)) {}
+    static Sum zero() { return Sum{}; }
     void add_to(Sum *sum, const char *a) const {
-        float x = float_at(a);
-        for (int c = 0; c < 8; ++c) sum->of[c] = fma(w[c], x, sum->of[c]);
+        const float x = float_at(a);
+        sum[0] = multiply_add(w0, x, sum[0]);
+        sum[1] = multiply_add(w1, x, sum[1]);
     }
-    static void store(float *p, const Sum &x) { memcpy(p, x.of, sizeof x.of); }
+    static void store(float *p, Sum x) { memcpy(p, &x, 16); }
 };
 
 struct BF16 {
     static constexpr Kind KIND = Kind::f32;
     static constexpr int ROWS = 4, COLUMNS = 8, ROW_BYTES = 8;
-    using Sum = F32::Sum;
-    float even[8], odd[8];
+    using Sum = Floats;
+    Floats even0, odd0, even1, odd1;
     explicit BF16(const char *p) {
-        uint32_t pairs[8], low[8], high[8];
-        memcpy(pairs, p, sizeof pairs);
-        for (int c = 0; c < 8; ++c) {
-            low[c] = pairs[c] << 16;
-            high[c] = pairs[c] & 0xffff0000u;
-        }
-        memcpy(even, low, sizeof low);
-        memcpy(odd, high, sizeof high);
+        const Words w0 = four_at<Words>(p), w1 = four_at<Words>(p + 16);
+        even0 = as<Floats>(w0 << 16);
+        odd0 = as<Floats>(w0 & 0xffff0000u);
+        even1 = as<Floats>(w1 << 16);
+        odd1 = as<Floats>(w1 & 0xffff0000u);
     }
-    static Sum zero() { return {}; }
+    static Sum zero() { return Sum{}; }
     void add_to(Sum *sum, const char *a) const {
-        float x = float_at(a), y = float_at(a + 4);
-        for (int c = 0; c < 8; ++c) sum->of[c] = fma(odd[c], y, fma(even[c], x, sum->of[c]));
+        const float x = float_at(a), y = float_at(a + 4);
+        sum[0] = multiply_add(odd0, y, multiply_add(even0, x, sum[0]));
+        sum[1] = multiply_add(odd1, y, multiply_add(even1, x, sum[1]));
     }
-    static void store(float *p, const Sum &x) { F32::store(p, x); }
+    static void store(float *p, Sum x) { memcpy(p, &x, 16); }
 };
 
 struct INT8 {
     static constexpr Kind KIND = Kind::s16;
-    static constexpr int ROWS = 4, COLUMNS = 8, ROW_BYTES = 8;
-    struct Sum {
-        int32_t of[8];
-    };
-    uint8_t w[32];
-    explicit INT8(const char *p) { memcpy(w, p, sizeof w); }
-    static Sum zero() { return {}; }
-    void add_to(Sum *sum, const char *a) const {
-        int16_t x[4];  // bytes 0, 2, 1, 3
-        memcpy(x, a, sizeof x);
-        for (int c = 0; c < 8; ++c)
-            sum->of[c] += w[4 * c] * x[0] + w[4 * c + 1] * x[2] + w[4 * c + 2] * x[1] + w[4 * c + 3] * x[3];
+    static constexpr int ROWS = 4, COLUMNS = 4, ROW_BYTES = 8;
+    using Sum = Ints;
+    Ints w[4];  // bytes 0, 2, 1, 3
+    explicit INT8(const char *p) {
+        const Words all = four_at<Words>(p);
+        w[0] = as<Ints>(all & 255u);
+        w[1] = as<Ints>((all >> 16) & 255u);
+        w[2] = as<Ints>((all >> 8) & 255u);
+        w[3] = as<Ints>(all >> 24);
     }
-    static void scale(float *p, const Sum &x, int32_t offset, float scale, bool first) {
-        for (int c = 0; c < 8; ++c) p[c] = fma(static_cast<float>(x.of[c] - offset), scale, first ? 0.0f : p[c]);
+    static Sum zero() { return Sum{}; }
+    void add_to(Sum *sum, const char *a) const {
+        int16_t x[4];
+        memcpy(x, a, sizeof x);
+        sum[0] = sum[0] + (w[0] * int32_t{x[0]} + w[1] * int32_t{x[1]} + (w[2] * int32_t{x[2]} + w[3] * int32_t{x[3]}));
+    }
+    static void scale(float *p, Sum x, int32_t offset, float scale, bool first) {
+        for (int c = 0; c < 4; ++c) p[c] = fma(static_cast<float>(x[c] - offset), scale, first ? 0.0f : p[c]);
     }
 };
 
