@@ -23,20 +23,21 @@ test: check  ## Every check: style, types, sanitizers, tests.
 check: $(CORE)  ## Style, types, and the core under sanitizers.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror csrc/*.cpp csrc/*.h csrc/*.inl
+	$(BIN)/clang-format --dry-run -Werror csrc/*.cpp csrc/*.h csrc/*.inl tests/*.cpp
 	$(BIN)/mypy
 	@# The linker keeps one copy of an inline function, perhaps one with instructions that a processor lacks.
 	@! nm -C build/dev/CMakeFiles/sakiyomi_core.dir/csrc/kernels_a*.o 2>/dev/null | grep ' [WVu] ' | grep -v DW.ref || \
 	  { echo "csrc/kernels_*.cpp: the functions above must be static or in an unnamed namespace"; exit 1; }
 	@$(MAKE) --no-print-directory sanitize
 
-sanitize: $(CORE)  ## The core's tests, with a library that stops at bad accesses and undefined behaviour.
+sanitize: $(CORE)  ## The core's tests, with builds that stop at bad accesses, undefined behaviour and races.
 	@set -e; PATH="$(abspath $(BIN)):$$PATH"; mkdir -p build/sanitize; cd build/sanitize; \
 	if ! (echo 'int main() {}' | $(CXX) -fsanitize=address,undefined -x c++ -o probe - && ldd probe | grep -q libasan) \
 	  >/dev/null 2>&1; then echo "sanitize: skipped, needs Linux and g++ with its sanitizers"; exit 0; fi; \
 	cmake -G Ninja -DCMAKE_CXX_COMPILER=$(CXX) -DSAKIYOMI_SANITIZE=ON ../.. >cmake.log || { cat cmake.log; exit 1; }; \
 	ninja --quiet; \
-	cd ../..; library=$$PWD/build/sanitize/libsakiyomi_core.so; \
+	cd ../..; $(CXX) -std=c++17 -O1 -g -fsanitize=thread -Icsrc -o build/sanitize/pool tests/pool_test.cpp csrc/pool.cpp \
+	  -pthread; build/sanitize/pool; library=$$PWD/build/sanitize/libsakiyomi_core.so; \
 	SAKIYOMI_CORE_LIBRARY=$$library LD_PRELOAD="$$(ldd $$library | awk '/lib(asan|ubsan)/ { print $$3 }' | xargs)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 python -m pytest --capture=sys tests/test_core.py
 
