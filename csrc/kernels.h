@@ -12,8 +12,8 @@ namespace sakiyomi {
 
 constexpr int BLOCK = 32;  // output features of a block of weights; keys of a block of keys
 constexpr int DEPTH = 64;  // input features are padded to a multiple of this; of int8 rows, so many share a scale
-constexpr int STEP_BYTES =
-    128;                        // of weights: 32 columns x 4 bytes, that is 1 float32, 2 bf16 or 4 int8 along the depth
+// Bytes of weights of a step along the depth: 32 columns x 4 bytes, that is 1 float32, 2 bf16 or 4 int8 of each.
+constexpr int STEP_BYTES = 128;
 constexpr int PAGE = 256;       // keys whose attention is one partial result
 constexpr int QUERY_TILE = 64;  // query rows that attention takes together, at most
 constexpr int MAX_HEAD = 512;   // head_dim, at most

@@ -15,7 +15,7 @@ from sakiyomi.core import library
 from sakiyomi.core.library import Batch, Layer, Part, Shape
 from sakiyomi.core.linear import Linear
 from sakiyomi.interfaces import Work
-from sakiyomi.targets.rope import cosines_and_sines
+from sakiyomi.rope import cosines_and_sines
 
 _WHOLE_CONTEXT = 1 << 40  # a window that reaches back to the start
 

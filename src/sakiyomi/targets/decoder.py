@@ -10,7 +10,7 @@ import torch
 
 from sakiyomi.errors import CapacityError, CorruptModelError, UnsupportedModelError
 from sakiyomi.interfaces import Target, TargetSequence, Work
-from sakiyomi.targets.rope import inverse_frequencies, rope_parameters
+from sakiyomi.rope import inverse_frequencies, rope_parameters
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 
 from sakiyomi.interfaces import Exactness, TargetOutput, Work
+from sakiyomi.rope import RopeTable
 from sakiyomi.targets.cache import BLOCK, KeyValues
 from sakiyomi.targets.decoder import DecoderConfig, LayerNames, Reader, Stack, check_capacity, rows_are_invariant
 from sakiyomi.targets.linear import MAX_ROWS, Linear, padded_rows, set_row_limit
-from sakiyomi.targets.rope import RopeTable
 
 TILE = 4  # rows of a sequence that attention takes together
 KEY_BLOCKS = (32, 128, 512)  # keys are padded to a multiple of one of these: the first that changes no bits
