@@ -44,8 +44,7 @@ def load_decoder(
 ) -> CompiledTarget | NativeTarget:
     """Return a decoder of the Llama family on the fastest kernels that run here, or on those that are named.
 
-    ``dtype="auto"`` is bf16, save where fp32 is faster: in torch, and on the compiled core's plain path, on a
-    processor that doesn't multiply bfloat16 itself.
+    ``dtype="auto"`` is bf16, save where fp32 is faster: in torch, on a processor that doesn't multiply bfloat16 itself.
     Raises OptionError, UnsupportedModelError or CorruptModelError.
     """
     import torch
@@ -56,7 +55,7 @@ def load_decoder(
 
     path = resolve(kernels, weights)
     if dtype == "auto":
-        dtype = "bf16" if path not in (None, "plain") or native_bf16() else "fp32"
+        dtype = "bf16" if path is not None or native_bf16() else "fp32"
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     if path is None:
         return NativeTarget(config, tensors, torch_dtype, context_length)
