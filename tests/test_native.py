@@ -8,7 +8,7 @@ import torch
 from conftest import COMMON, VOCAB, make_reference, make_target
 from sakiyomi.errors import CorruptModelError, UnsupportedModelError
 from sakiyomi.interfaces import Work
-from sakiyomi.targets import native
+from sakiyomi.targets import load_decoder, native
 from sakiyomi.targets.decoder import DecoderConfig
 from sakiyomi.targets.linear import Linear, can_pack, padded_rows, set_row_limit
 from sakiyomi.targets.native import NativeTarget, _invariant_key_block
@@ -112,6 +112,15 @@ def test_key_blocks_that_change_bits_are_not_used(monkeypatch):
     monkeypatch.setattr(native.F, "scaled_dot_product_attention", leaky)
     assert _invariant_key_block(DecoderConfig.from_huggingface(reference.config.to_dict()), torch.float32) == 0
     assert make_target(reference).exactness == "numerics"
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_bf16_is_the_default_wherever_it_is_faster(kernels, native, monkeypatch):
+    monkeypatch.setattr("sakiyomi.targets.linear.native_bf16", lambda: native)
+    reference = make_reference("llama", num_hidden_layers=1)
+    config = DecoderConfig.from_huggingface(reference.config.to_dict())
+    expected = torch.bfloat16 if native or kernels != "torch" else torch.float32
+    assert load_decoder(config, reference.state_dict(), kernels=kernels).dtype is expected
 
 
 @pytest.mark.parametrize("threads", [1, 3, 5])
