@@ -21,7 +21,7 @@ from gguf.quants import quant_shape_to_byte_shape, quantize
 
 from sakiyomi.gguf_conversion import _expected, _row_order
 from sakiyomi.models import open_weights, read_config, resolve
-from sakiyomi.targets.native import DecoderConfig
+from sakiyomi.targets.decoder import DecoderConfig
 
 TYPES = {
     "bf16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),

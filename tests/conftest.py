@@ -14,7 +14,7 @@ from sakiyomi import core
 from sakiyomi.targets import load_decoder
 from sakiyomi.targets.compiled import CompiledTarget
 from sakiyomi.targets.decoder import DecoderConfig
-from sakiyomi.targets.native import NativeTarget
+from sakiyomi.targets.pytorch import TorchTarget
 from sakiyomi.text import Tokenizer
 
 VOCAB = 320
@@ -84,7 +84,7 @@ def make_target(
     dtype: torch.dtype = torch.float32,
     context_length: int | None = None,
     kernels: str = "torch",
-) -> NativeTarget | CompiledTarget:
+) -> TorchTarget | CompiledTarget:
     config = DecoderConfig.from_huggingface(reference.config.to_dict())
     name = "bf16" if dtype is torch.bfloat16 else "fp32"
     return load_decoder(config, reference.state_dict(), dtype=name, kernels=kernels, context_length=context_length)
@@ -106,12 +106,12 @@ def reference(family: str) -> torch.nn.Module:
 
 
 @pytest.fixture(scope="session")
-def target(reference: torch.nn.Module, kernels: str) -> NativeTarget | CompiledTarget:
+def target(reference: torch.nn.Module, kernels: str) -> TorchTarget | CompiledTarget:
     return make_target(reference, kernels=kernels)
 
 
 @pytest.fixture(scope="session")
-def llama() -> NativeTarget | CompiledTarget:
+def llama() -> TorchTarget | CompiledTarget:
     """One tiny target for tests of what stands above it."""
     return make_target(make_reference("llama", num_hidden_layers=2), kernels="auto")
 

@@ -16,7 +16,7 @@ from sakiyomi.errors import OptionError
 from sakiyomi.interfaces import Target, TargetOutput, Work
 from sakiyomi.targets.compiled import CompiledTarget
 from sakiyomi.targets.decoder import DecoderConfig
-from sakiyomi.targets.native import NativeTarget
+from sakiyomi.targets.pytorch import TorchTarget
 
 
 def text_of(length: int, vocab: int = 320) -> list[int]:
@@ -143,7 +143,7 @@ def test_int8_weights_cost_a_little() -> None:
         weights = reference.state_dict()
         return evaluate(CompiledTarget(config, weights, torch.float32, weight_format=weight_format), ids, 64)
 
-    torch_target = NativeTarget(config, reference.state_dict(), torch.float32)
+    torch_target = TorchTarget(config, reference.state_dict(), torch.float32)
     same = compare(evaluate(torch_target, ids, 64), evaluation("fp32"))
     assert same.ratio == pytest.approx(1, abs=1e-3)
     assert same.agreement > 0.98

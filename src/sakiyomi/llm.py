@@ -68,7 +68,7 @@ def load(
     tokenizer = Tokenizer.from_folder(folder)
     if kernels == "auto" and not core.available() and os.environ.get("SAKIYOMI_KERNELS") != "torch":
         warnings.warn(
-            "the compiled core isn't there, so that torch's kernels run, at about a quarter of the speed; "
+            "the compiled core isn't there, so that torch's kernels run, which are slower; "
             "install sakiyomi again with a C++ compiler at hand, or choose kernels='torch'",
             RuntimeWarning,
             stacklevel=2,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from sakiyomi.targets.compiled import CompiledTarget
     from sakiyomi.targets.decoder import DecoderConfig
-    from sakiyomi.targets.native import NativeTarget
+    from sakiyomi.targets.pytorch import TorchTarget
 
 
 WEIGHTS = ("auto", "int8")
@@ -41,7 +41,7 @@ def load_decoder(
     weights: Literal["auto", "int8"] = "auto",
     kernels: str = "auto",
     context_length: int | None = None,
-) -> CompiledTarget | NativeTarget:
+) -> CompiledTarget | TorchTarget:
     """Return a decoder of the Llama family on the fastest kernels that run here, or on those that are named.
 
     ``dtype="auto"`` is bf16, save where fp32 is faster: in torch, on a processor that doesn't multiply bfloat16 itself.
@@ -51,13 +51,13 @@ def load_decoder(
 
     from sakiyomi.targets.compiled import CompiledTarget
     from sakiyomi.targets.linear import native_bf16
-    from sakiyomi.targets.native import NativeTarget
+    from sakiyomi.targets.pytorch import TorchTarget
 
     path = resolve(kernels, weights)
     if dtype == "auto":
         dtype = "bf16" if path is not None or native_bf16() else "fp32"
     torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     if path is None:
-        return NativeTarget(config, tensors, torch_dtype, context_length)
+        return TorchTarget(config, tensors, torch_dtype, context_length)
     weight_format = None if weights == "auto" else weights
     return CompiledTarget(config, tensors, torch_dtype, context_length, weight_format=weight_format, kernels=path)

@@ -37,7 +37,7 @@ class DecoderConfig:
     def from_huggingface(cls, config: Mapping[str, Any]) -> DecoderConfig:
         """Read a config.json, with the defaults that transformers has for what it leaves out.
 
-        Raises UnsupportedModelError for what the native target doesn't run, CorruptModelError for what makes no sense.
+        Raises UnsupportedModelError for what no target runs, CorruptModelError for what makes no sense.
         """
         kind = config.get("model_type")
         if kind not in ARCHITECTURES:

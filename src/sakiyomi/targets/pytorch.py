@@ -8,7 +8,7 @@ beside it:
   kernels always add in one order;
 - everything else works on each row alone.
 
-Whether that holds on this machine is tested when a model is loaded (:attr:`NativeTarget.exactness`).
+Whether that holds on this machine is tested when a model is loaded (:attr:`TorchTarget.exactness`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Layer:
         return self.qkv, self.output, self.gate_up, self.down
 
 
-class NativeTarget:
+class TorchTarget:
     """A decoder of the Llama family, in torch.
 
     ``weights`` maps Hugging Face names to tensors; each is read once. ``context_length`` may lower the model's own.

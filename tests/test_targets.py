@@ -8,22 +8,22 @@ import torch
 from conftest import COMMON, VOCAB, make_reference, make_target
 from sakiyomi.errors import CorruptModelError, UnsupportedModelError
 from sakiyomi.interfaces import Work
-from sakiyomi.targets import load_decoder, native
+from sakiyomi.targets import load_decoder, pytorch
 from sakiyomi.targets.decoder import DecoderConfig
 from sakiyomi.targets.linear import Linear, can_pack, padded_rows, set_row_limit
-from sakiyomi.targets.native import NativeTarget, _invariant_key_block
+from sakiyomi.targets.pytorch import TorchTarget, _invariant_key_block
 
 
 def ids(count: int, seed: int = 0) -> list[int]:
     return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def extend(target: NativeTarget, sequence, tokens, parents=None, logit_rows=None) -> torch.Tensor:
+def extend(target: TorchTarget, sequence, tokens, parents=None, logit_rows=None) -> torch.Tensor:
     rows = len(tokens) if logit_rows is None else logit_rows
     return target.forward([Work(sequence, tokens, parents, rows)])[0].logits
 
 
-def in_pieces(target: NativeTarget, tokens: list[int], sizes: list[int]) -> torch.Tensor:
+def in_pieces(target: TorchTarget, tokens: list[int], sizes: list[int]) -> torch.Tensor:
     sequence, found, start = target.new_sequence(), [], 0
     while start < len(tokens):
         size = sizes[len(found) % len(sizes)]
@@ -109,7 +109,7 @@ def test_key_blocks_that_change_bits_are_not_used(monkeypatch):
         return attention(q, k, v, attn_mask=attn_mask) * (1 + 1e-6 * k.shape[2])
 
     assert _invariant_key_block(DecoderConfig.from_huggingface(reference.config.to_dict()), torch.float32) > 0
-    monkeypatch.setattr(native.F, "scaled_dot_product_attention", leaky)
+    monkeypatch.setattr(pytorch.F, "scaled_dot_product_attention", leaky)
     assert _invariant_key_block(DecoderConfig.from_huggingface(reference.config.to_dict()), torch.float32) == 0
     assert make_target(reference).exactness == "numerics"
 
@@ -129,8 +129,8 @@ def test_silu_has_the_same_bits_for_any_number_of_rows(threads):
     x = torch.randn(128, 2 * 4864, generator=torch.Generator().manual_seed(0))[:, :4864]
     try:
         torch.set_num_threads(threads)
-        whole = native._silu(x)
-        assert all(torch.equal(native._silu(x[:n]), whole[:n]) for n in (1, 2, 7, 12, 16, 64, 96))
+        whole = pytorch._silu(x)
+        assert all(torch.equal(pytorch._silu(x[:n]), whole[:n]) for n in (1, 2, 7, 12, 16, 64, 96))
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(whole, torch.nn.functional.silu(x))
@@ -226,7 +226,7 @@ def test_self_test_sees_rows_that_influence_each_other(monkeypatch):
     def leaky(q, k, v, attn_mask):
         return attention(q, k, v, attn_mask=attn_mask) * (1 + 1e-6 * q.shape[0])
 
-    monkeypatch.setattr(native.F, "scaled_dot_product_attention", leaky)
+    monkeypatch.setattr(pytorch.F, "scaled_dot_product_attention", leaky)
     assert make_target(reference).exactness == "numerics"
 
 
@@ -306,7 +306,7 @@ def test_sliding_windows_are_where_transformers_has_them(changes, windows):
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantised weights .* GGUF files are"),
     ],
 )
-def test_what_the_native_target_does_not_run(changes, message):
+def test_what_decoders_do_not_run(changes, message):
     with pytest.raises(UnsupportedModelError, match=message):
         DecoderConfig.from_huggingface(config(**changes))
 
@@ -315,7 +315,7 @@ def test_unknown_rope_type_is_named():
     reference = make_reference("llama", num_hidden_layers=1)
     wrong = reference.config.to_dict() | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}
     with pytest.raises(UnsupportedModelError, match="rope type 'dynamic' is not supported: default, linear"):
-        NativeTarget(DecoderConfig.from_huggingface(wrong), reference.state_dict(), torch.float32)
+        TorchTarget(DecoderConfig.from_huggingface(wrong), reference.state_dict(), torch.float32)
 
 
 def test_inconsistent_models_are_named():
@@ -324,13 +324,13 @@ def test_inconsistent_models_are_named():
     weights = dict(reference.state_dict())
     lacking = {k: v for k, v in weights.items() if k != "model.layers.0.mlp.up_proj.weight"}
     with pytest.raises(CorruptModelError, match=r"model\.layers\.0\.mlp\.up_proj\.weight"):
-        NativeTarget(good, lacking, torch.float32)
+        TorchTarget(good, lacking, torch.float32)
     quantised = weights | {"model.norm.weight": torch.ones(64, dtype=torch.int8)}
     with pytest.raises(UnsupportedModelError, match=r"'model\.norm\.weight' is torch\.int8"):
-        NativeTarget(good, quantised, torch.float32)
+        TorchTarget(good, quantised, torch.float32)
     misshapen = weights | {"model.norm.weight": torch.ones(3)}
     with pytest.raises(CorruptModelError, match=r"'model.norm.weight' has shape \[3\], config.json says \[64\]"):
-        NativeTarget(good, misshapen, torch.float32)
+        TorchTarget(good, misshapen, torch.float32)
     with pytest.raises(CorruptModelError, match="lacks 'hidden_size'"):
         DecoderConfig.from_huggingface({k: v for k, v in config().items() if k != "hidden_size"})
     for changes in (
@@ -351,4 +351,4 @@ def test_what_an_architecture_calls_for_must_be_there(family, lost):
     reference = make_reference(family, num_hidden_layers=1)
     weights = {k: v for k, v in reference.state_dict().items() if not k.endswith(lost)}
     with pytest.raises(CorruptModelError, match=lost):
-        NativeTarget(DecoderConfig.from_huggingface(reference.config.to_dict()), weights, torch.float32)
+        TorchTarget(DecoderConfig.from_huggingface(reference.config.to_dict()), weights, torch.float32)
