@@ -39,7 +39,8 @@ sanitize: $(CORE)  ## The core's tests, with builds that stop at bad accesses, u
 	cd ../..; $(CXX) -std=c++17 -O1 -g -fsanitize=thread -Icsrc -o build/sanitize/pool tests/pool_test.cpp csrc/pool.cpp \
 	  -pthread; build/sanitize/pool; library=$$PWD/build/sanitize/libsakiyomi_core.so; \
 	SAKIYOMI_CORE_LIBRARY=$$library LD_PRELOAD="$$(ldd $$library | awk '/lib(asan|ubsan)/ { print $$3 }' | xargs)" \
-	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 python -m pytest --capture=sys tests/test_core.py
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 python -m pytest --capture=sys tests/test_core.py \
+	  tests/test_suffix.py
 
 bench: $(CORE)  ## The measured figures of the README (about ten minutes).
 	$(BIN)/python benchmarks/forward.py

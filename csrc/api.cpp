@@ -5,6 +5,7 @@
 #include "core.h"
 #include "cpu.h"
 #include "decoder.h"
+#include "trie.h"
 
 using namespace sakiyomi;
 
@@ -16,6 +17,9 @@ struct saki_decoder {
 };
 struct saki_sequence {
     Sequence sequence;
+};
+struct saki_trie {
+    Trie trie;
 };
 
 namespace {
@@ -222,5 +226,62 @@ int32_t saki_forward(const saki_decoder *decoder, const saki_batch *given, int32
         for (int32_t i = 0; i < given->hidden_count; ++i)
             batch.hidden.emplace_back(given->hidden_layers[i], given->hidden[i]);
         decoder->decoder->forward(batch, threads);
+    });
+}
+
+int32_t saki_trie_new(int64_t depth, int64_t max_tokens, saki_trie **made) {
+    return guarded([&] { *made = new saki_trie{{depth, max_tokens}}; });
+}
+
+void saki_trie_free(saki_trie *trie) { delete trie; }
+
+int64_t saki_trie_size(const saki_trie *trie) { return trie->trie.size(); }
+
+int64_t saki_trie_nodes(const saki_trie *trie) { return trie->trie.nodes(); }
+
+int64_t saki_trie_bytes(const saki_trie *trie) { return trie->trie.bytes(); }
+
+int32_t saki_trie_begin(saki_trie *trie, int64_t *text) {
+    return guarded([&] { *text = trie->trie.begin(); });
+}
+
+int32_t saki_trie_append(saki_trie *trie, int64_t text, const int32_t *tokens, int64_t count) {
+    return guarded([&] { trie->trie.append(text, tokens, count); });
+}
+
+int32_t saki_trie_end(saki_trie *trie, int64_t text) {
+    return guarded([&] { trie->trie.end(text); });
+}
+
+int64_t saki_trie_count(const saki_trie *trie, const int32_t *tokens, int64_t count) {
+    return trie->trie.count(tokens, count);
+}
+
+int32_t saki_trie_following(const saki_trie *trie, const int32_t *tokens, int64_t count, int64_t most, int32_t *next,
+                            int64_t *counts, int64_t *found) {
+    return guarded([&] { *found = trie->trie.following(tokens, count, most, next, counts); });
+}
+
+int32_t saki_trie_ends(const saki_trie *trie, int64_t text, int64_t *counts, int64_t *found) {
+    return guarded([&] { *found = trie->trie.ends(text, counts); });
+}
+
+int32_t saki_trie_read(const saki_trie *trie, int32_t *tokens, int64_t *texts) {
+    return guarded([&] { trie->trie.read(tokens, texts); });
+}
+
+int32_t saki_trie_draft(const saki_trie *local, int64_t local_text, const saki_trie *global, int64_t global_text,
+                        const saki_draft *draft, int32_t *tokens, int32_t *parents, double *confidences,
+                        int64_t *found) {
+    return guarded([&] {
+        const DraftOptions options{draft->budget, draft->min_survival, draft->tree != 0, draft->max_tokens};
+        const std::vector<DraftToken> drafted =
+            Trie::draft(local->trie, local_text, global->trie, global_text, options);
+        for (size_t i = 0; i < drafted.size(); ++i) {
+            tokens[i] = drafted[i].token;
+            parents[i] = drafted[i].parent;
+            confidences[i] = drafted[i].confidence;
+        }
+        *found = static_cast<int64_t>(drafted.size());
     });
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +13,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from conftest import byte_tokenizer
+from sakiyomi import drafters
 from sakiyomi.bench import (
     BenchResult,
     Candidate,
@@ -27,7 +31,8 @@ from sakiyomi.bench import (
     select,
 )
 from sakiyomi.errors import OptionError, PromptError
-from sakiyomi.interfaces import RoundRecord
+from sakiyomi.interfaces import Draft, GoOn, RoundRecord, always
+from sakiyomi.llm import LLM
 from sakiyomi.sampling import SamplingParams
 from sakiyomi.stats import Spread, Stats
 
@@ -38,23 +43,41 @@ class FakeGeneration:
     stats: Stats
 
 
-def generation(tpot_s: float = 1.0, *, tokens: Sequence[int] = (1, 2, 3), accepted: int = 0) -> FakeGeneration:
+def generation(
+    tpot_s: float = 1.0, *, tokens: Sequence[int] = (1, 2, 3), accepted: int = 0, errors: tuple[str, ...] = ()
+) -> FakeGeneration:
     """Two rounds: a first chunk of one token after a second, then ``accepted`` + 1 tokens of 4 drafted."""
     drafted = 4 if accepted else 0
     rounds = [(0, 0), (drafted, accepted)]
     records = tuple(
-        RoundRecord("ngram", d, d, a, a + 1, d + 1, 0, draft_s=0, target_s=0.75, verify_s=0.25, total_s=1)
-        for d, a in rounds
+        RoundRecord("ngram", d, d, a, a + 1, d + 1, 0, 0.0, 0.75, 0.25, total_s=1, errors=errors if i else ())
+        for i, (d, a) in enumerate(rounds)
     )
     return FakeGeneration(tuple(tokens), Stats(records, ttft_s=1.0, total_s=1.0 + tpot_s * (accepted + 1)))
+
+
+@dataclass(eq=False)
+class Setting:
+    """A setting that remembers what it was used for."""
+
+    drafter: str
+    k: int | None
+    calls: list[Call]
 
 
 @dataclass
 class Call:
     prompt: str
     params: SamplingParams
-    drafter: str | None
-    k: int | None
+    setting: Setting | None
+
+    @property
+    def drafter(self) -> str | None:
+        return self.setting.drafter if self.setting else None
+
+    @property
+    def k(self) -> int | None:
+        return self.setting.k if self.setting else None
 
 
 class FakeLLM:
@@ -63,20 +86,24 @@ class FakeLLM:
     def __init__(self, script: Callable[[Call, int], FakeGeneration] = lambda call, nth: generation()) -> None:
         self.script = script
         self.calls: list[Call] = []
+        self.settings: list[Setting] = []
+
+    def speculation(self, drafter: str, num_speculative_tokens: int | None) -> Setting:
+        self.settings.append(Setting(drafter, num_speculative_tokens, []))
+        return self.settings[-1]
 
     def generate(
-        self,
-        prompt: str | list[dict[str, str]],
-        params: SamplingParams,
-        *,
-        drafter: str | None = "unset",
-        num_speculative_tokens: int | None = None,
+        self, prompt: str | list[dict[str, str]], params: SamplingParams, *, drafter: None, speculation: Setting | None
     ) -> FakeGeneration:
+        assert drafter is None, "without a setting, plain decoding"
         text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-        call = Call(text, params, drafter, num_speculative_tokens)
-        same = [c for c in self.calls if (c.prompt, c.drafter, c.k, c.params) == (text, drafter, call.k, params)]
+        call = Call(text, params, speculation)
+        same = [c for c in self.calls if (c.prompt, c.drafter, c.k) == (text, call.drafter, call.k)]
+        earlier = [c for c in same if c.params == params]
         self.calls.append(call)
-        return self.script(call, len(same))
+        if speculation:
+            speculation.calls.append(call)
+        return self.script(call, len(earlier))
 
     def measured(self, params: SamplingParams) -> list[Call]:
         return [call for call in self.calls if call.params == params]
@@ -85,6 +112,7 @@ class FakeLLM:
 PARAMS = SamplingParams(max_new_tokens=64)
 NGRAM = Candidate("ngram", 5)
 SUFFIX = Candidate("suffix", 3)
+BOTH = Candidate("suffix+ngram")
 
 
 def prompts(count: int, category: str = "all") -> list[Prompt]:
@@ -206,13 +234,102 @@ def test_select_keeps_the_order_and_limits_each_category() -> None:
 
 def test_every_case_is_asked_as_named_after_one_brief_warm_up() -> None:
     llm = FakeLLM()
-    run_benchmark(llm, prompts(2), [NGRAM, SUFFIX], PARAMS)
-    assert {(c.drafter, c.k) for c in llm.calls} == {(None, None), ("ngram", 5), ("suffix", 3)}
-    warm_up, measured = llm.calls[:3], llm.calls[3:]
-    assert {c.drafter for c in warm_up} == {None, "ngram", "suffix"}
+    run_benchmark(llm, prompts(2), [NGRAM, SUFFIX, BOTH], PARAMS)
+    assert {(c.drafter, c.k) for c in llm.calls} == {(None, None), ("ngram", 5), ("suffix", 3), ("suffix+ngram", None)}
+    warm_up, measured = llm.calls[:4], llm.calls[4:]
+    assert {c.drafter for c in warm_up} == {None, "ngram", "suffix", "suffix+ngram"}
     assert all(c.params.max_new_tokens == 16 and c.prompt == "all-0" for c in warm_up)
     assert all(c.params == PARAMS for c in measured)
-    assert len(measured) == 6
+    assert len(measured) == 8
+
+
+def test_a_candidate_has_a_name() -> None:
+    assert [each.name for each in (NGRAM, BOTH, Candidate("auto"))] == [
+        "ngram k=5",
+        "suffix+ngram adaptive",
+        "auto adaptive",
+    ]
+
+
+def test_what_a_setting_learns_it_keeps_within_a_repeat_only() -> None:
+    llm = FakeLLM()
+    run_benchmark(llm, prompts(3), [NGRAM, BOTH], PARAMS, repeats=2)
+    warm_up, measured = llm.settings[:2], llm.settings[2:]
+    assert [[call.params.max_new_tokens for call in each.calls] for each in warm_up] == [[16]] * 2, "thrown away"
+    assert [each.drafter for each in measured] == ["ngram", "suffix+ngram"] * 2
+    for each in measured:
+        assert [call.prompt for call in each.calls] == ["all-0", "all-1", "all-2"]
+
+
+def test_a_prompt_skipped_at_first_changes_no_setting_of_a_later_repeat() -> None:
+    def script(call: Call, nth: int) -> FakeGeneration:
+        if call.prompt == "all-0":
+            raise PromptError("prompt: too long")
+        return generation()
+
+    llm = FakeLLM(script)
+    run_benchmark(llm, prompts(2), [NGRAM], PARAMS, repeats=2)
+    assert [[call.prompt for call in each.calls if call.params == PARAMS][-1] for each in llm.settings[1:]] == [
+        "all-1",
+        "all-1",
+    ]
+    assert len(llm.settings) == 3
+
+
+class Parrot:
+    """A drafter that says again what it heard after these tokens in an earlier request, and nothing else."""
+
+    name = "parrot"
+    costs = None
+
+    def __init__(self) -> None:
+        self.heard: dict[tuple[int, ...], list[int]] = {}
+
+    def session(self, prompt: Sequence[int], params: SamplingParams) -> ParrotSession:
+        known = self.heard.get(tuple(prompt), [])
+        self.heard[tuple(prompt)] = []
+        return ParrotSession(list(known), self.heard[tuple(prompt)])
+
+
+class ParrotSession:
+    unread = 0
+
+    def __init__(self, known: list[int], heard: list[int]) -> None:
+        self.known, self.heard = known, heard
+
+    def propose(self, budget: int, go_on: GoOn = always) -> Draft:
+        start = len(self.heard)
+        return Draft(tuple(self.known[start : start + budget]))
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        self.heard.extend(tokens)
+
+
+@pytest.mark.parametrize("k", [4, None])
+def test_no_answer_is_remembered_from_one_repeat_to_the_next(monkeypatch, llama, k) -> None:
+    monkeypatch.setattr(drafters, "DRAFTERS", {"parrot": Parrot})
+    llm = LLM(llama, byte_tokenizer(), drafter="none")
+    workload = [
+        Prompt("a", "x", text="the cat"),
+        Prompt("b", "x", text="the dog"),
+        Prompt("a again", "x", text="the cat"),
+    ]
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    result = run_benchmark(llm, workload, [Candidate("parrot", k)], params, repeats=2)
+    assert result.differences == ()
+    for repeat in (0, 1):
+        accepted = {
+            each.prompt_id: each.stats.accepted
+            for each in result.measurements
+            if each.repeat == repeat and each.case != "plain"
+        }
+        assert accepted["a"] == accepted["b"] == 0, "neither from warm-up, nor from the repeat before"
+        if k:
+            assert accepted["a again"] > 10, "but from the prompts before"
+    # Negative control: one setting for both repeats would know the answers.
+    monkeypatch.setattr(llm, "speculation", functools.cache(llm.speculation))
+    result = run_benchmark(llm, workload[:1], [Candidate("parrot", 4)], params, repeats=2)
+    assert [each.stats.accepted > 10 for each in result.measurements if each.case != "plain"][-1]
 
 
 def test_warm_up_leaves_params_valid() -> None:
@@ -261,9 +378,49 @@ def test_speedup_is_paired_by_prompt() -> None:
     assert ngram.acceptance_rate == 0.75
     assert ngram.tokens_per_target_call == 2.5
     assert ngram.mean_drafted == 2.0
+    assert ngram.mean_draft_length == 4.0
+    assert ngram.rounds_without_draft == 0.5
     assert ngram.overhead == 0.25
     assert row(result, "plain").speedup == Spread(1.0, 1.0, 1.0, 4)
     assert row(result, "plain").tokens_per_target_call == 1.0
+    assert row(result, "plain").mean_draft_length is None
+
+
+def test_the_worst_prompt_is_told_beside_the_total() -> None:
+    # Totals: 2, 3 and 4 s of plain; 1.5, 6 and 2 s of the candidate.
+    plain, own = [1.0, 2.0, 3.0], [0.5, 5.0, 1.0]
+
+    def script(call: Call, nth: int) -> FakeGeneration:
+        return generation((own if call.drafter else plain)[int(call.prompt[-1])])
+
+    result = run_benchmark(FakeLLM(script), prompts(3), [NGRAM], PARAMS)
+    summary = row(result, "ngram k=5")
+    assert summary.total_time_ratio == pytest.approx(9 / 9.5)
+    assert summary.worst_total_time_ratio == 0.5
+    assert row(result, "plain").worst_total_time_ratio == 1.0
+    note = "Total time of plain / ngram k=5: 0.95 over all prompts; the worst prompt 0.50."
+    assert note in " ".join(shown(result).split())
+    assert f"- {note}" in markdown(result).splitlines()
+    assert "plain / plain" not in shown(result)
+    assert as_dict(result)["summaries"][-1]["worst_total_time_ratio"] == 0.5
+
+
+def test_a_drafter_that_failed_is_told_loudly() -> None:
+    def script(call: Call, nth: int) -> FakeGeneration:
+        if call.drafter == "suffix":
+            return generation(
+                errors=("suffix: ValueError: no",) if call.prompt != "all-0" else ("suffix: KeyError: 3",)
+            )
+        return generation()
+
+    result = run_benchmark(FakeLLM(script), prompts(3), [NGRAM, SUFFIX], PARAMS, repeats=2)
+    note = "FAILED: suffix k=3, in 6 answers, which went on without it: suffix: KeyError: 3; suffix: ValueError: no"
+    for text in (shown(result), markdown(result)):
+        assert note in " ".join(text.split())
+        assert text.count("FAILED") == 1
+    failed = [each["errors"] for each in as_dict(result)["measurements"] if each["case"] == "suffix k=3"]
+    assert failed == [["suffix: KeyError: 3"], *[["suffix: ValueError: no"]] * 2] * 2
+    assert "FAILED" not in shown(run_benchmark(FakeLLM(), prompts(3), [NGRAM, SUFFIX], PARAMS))
 
 
 def test_times_are_the_median_over_repeats_before_they_are_paired() -> None:
@@ -356,7 +513,7 @@ def test_a_different_token_is_never_hidden() -> None:
         flat = " ".join(text.split())
         assert "DIFFERENT: ngram k=5, prompt all-1, repeat 2: first at token 1, where plain has 2" in flat
         assert "Same output" not in flat
-        assert "2/3" in flat
+        assert "2/3" in flat, "the table has a column for it now"
 
 
 def test_plain_that_differs_from_itself_is_reported_too() -> None:
@@ -371,6 +528,8 @@ def test_identical_output_is_said_with_its_count() -> None:
     result = run_benchmark(FakeLLM(), prompts(3), [NGRAM, SUFFIX], PARAMS)
     assert result.differences == ()
     assert "identical to plain (6 of 6)" in shown(result)
+    assert "3/3" not in shown(result), "the note says it"
+    assert "3/3" in markdown(result)
 
 
 def test_an_interrupt_keeps_what_was_measured_and_compares_only_whole_blocks() -> None:
@@ -468,6 +627,8 @@ def test_options_that_cannot_work_are_errors_before_anything_runs() -> None:
         run_benchmark(llm, prompts(1), [NGRAM, NGRAM], PARAMS)
     with pytest.raises(OptionError, match="num_speculative_tokens=0: must be at least 1"):
         Candidate("ngram", 0)
+    with pytest.raises(OptionError, match=r"suffix\+ngram adaptive.*must all be different"):
+        run_benchmark(llm, prompts(1), [BOTH, BOTH], PARAMS)
     with pytest.raises(OptionError, match="plain decoding is always measured"):
         Candidate("plain", 3)
     assert llm.calls == []
@@ -497,11 +658,25 @@ def test_the_table_fits_100_columns_uncut_and_shows_losses_like_wins(mixed: Benc
     assert "all prompts (124)" in text
     assert text.count("2.00 2.00-2.00") == text.count("faster") == 3
     assert text.count("0.08 0.08-0.08") == text.count("slower") == 3
-    assert "124/124" in text
+    assert text.count(" 4.0 ") == 0, "of rounds"
+    assert text.count(" 2.0   50%") == 6
 
     narrow = "".join(shown(mixed, width=78).split())
     assert "…" not in narrow
     assert "12500.0" in narrow, "folded, not cut"
+
+
+def test_the_table_fits_80_columns_unfolded() -> None:
+    def script(call: Call, nth: int) -> FakeGeneration:
+        return generation(0.0123 if call.drafter else 0.0234, accepted=3 if call.drafter else 0)
+
+    result = run_benchmark(FakeLLM(script), prompts(4), [Candidate("ngram"), Candidate("auto", 7)], PARAMS)
+    lines = shown(result, width=80).splitlines()
+    assert any(
+        re.search(r"ngram adaptive  *1.90 1.90-1.90 faster  12.3 1000   2.50    75%  *2.0   50%", each)
+        for each in lines
+    )
+    assert max(map(len, lines)) <= 80
 
 
 def test_one_prompt_has_no_spread() -> None:
@@ -520,8 +695,11 @@ def test_markdown_is_one_sound_table(mixed: BenchResult) -> None:
     text = markdown(mixed, {"cpu": "Some | CPU"})
     table = text.partition("\n\n")[0].splitlines()
     assert len(table) == 2 + 3 * 3
-    assert {line.replace("\\|", "").count("|") for line in table} == {10}
-    assert "| all prompts | draft-model k=16 | 0.08 0.08-0.08 | slower | 12500.0 | 1.50 | 25% |" in text
+    assert {line.replace("\\|", "").count("|") for line in table} == {13}
+    assert (
+        "| all prompts | draft-model k=16 | 0.08 0.08-0.08 | slower | 12500.0 | 1.50 | 25% | 2.0 | 4.0 | 50% | 25% "
+        "| 124/124 |" in text
+    )
     assert "- cpu: Some \\| CPU" in text
 
 
@@ -537,7 +715,10 @@ def test_json_holds_summaries_settings_facts_and_every_generation(mixed: BenchRe
     last = data["summaries"][-1]
     assert (last["category"], last["case"], last["verdict"]) == (None, "draft-model k=16", "slower")
     assert last["speedup"] == {"median": 0.08, "low": 0.08, "high": 0.08, "count": 124}
+    assert [last[name] for name in ("mean_drafted", "mean_draft_length", "rounds_without_draft")] == [2.0, 4.0, 0.5]
     assert data["candidates"][0] == {"drafter": "ngram", "num_speculative_tokens": 5}
+    adaptive = as_dict(run_benchmark(FakeLLM(), prompts(1), [BOTH], PARAMS))
+    assert adaptive["candidates"] == [{"drafter": "suffix+ngram", "num_speculative_tokens": None}]
 
 
 def test_quality_is_shown_in_every_form(mixed: BenchResult) -> None:

@@ -19,7 +19,10 @@ from typer.testing import CliRunner
 
 import sakiyomi
 from conftest import byte_tokenizer, make_reference, make_target
-from sakiyomi import cli, core
+from sakiyomi import cli, core, drafters, pairs
+from sakiyomi.costs import CostTable, ModelCosts
+from sakiyomi.drafters.suffix import SuffixDrafter
+from sakiyomi.interfaces import Draft, Drafter
 from sakiyomi.llm import LLM
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -29,21 +32,34 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}[a
 KERNELS = "auto" if core.available() else "torch"  # which says nothing of the core that isn't there
 
 run = CliRunner().invoke
+needs_suffix = pytest.mark.skipif(not core.available(), reason="the suffix drafter needs the compiled core")
+
+
+def costs() -> ModelCosts:
+    """Return costs with which drafts pay, whatever else runs on the machine."""
+    return ModelCosts(CostTable((1, 33), (0.01, 0.012)))
 
 
 @pytest.fixture(scope="module")
 def llm(llama) -> LLM:
     """A tiny random model: it writes nonsense, the same nonsense each time."""
-    return LLM(llama, byte_tokenizer(template=TEMPLATE))
+    return LLM(llama, byte_tokenizer(template=TEMPLATE), costs=costs())
 
 
 def loads(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     """Let the commands use a model that is loaded already, with the defaults they ask for."""
 
-    def load(model, dtype, weights, kernels, context_length, threads, drafter, num_speculative_tokens):
-        return LLM(llm.target, llm.tokenizer, drafter=drafter, num_speculative_tokens=num_speculative_tokens)
+    def load(model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model):
+        own = {"draft_model": itself(llm)} if draft_model else {}
+        return LLM(llm.target, llm.tokenizer, drafter=drafter, num_speculative_tokens=k, costs=costs(), **own)
 
     monkeypatch.setattr(cli, "_load", load)
+
+
+def itself(llm: LLM) -> Drafter:
+    """Return a drafter that drafts for a model with the model itself: each of its tokens stands."""
+    cheap = ModelCosts(CostTable((1, 33), (0.001, 0.002)))
+    return pairs.draft_model(llm.target, llm.tokenizer, llm.tokenizer, llm.target.vocab_size, costs=cheap)
 
 
 @pytest.fixture
@@ -75,7 +91,7 @@ def test_help_prints_at_once_and_without_the_heavy_imports():
     import sys
     from typer.testing import CliRunner
     from sakiyomi import cli
-    for command in ([], ["generate"], ["bench"], ["models"]):
+    for command in ([], ["generate"], ["bench"], ["check"], ["models"]):
         for flag in ("--help", "-h"):
             result = CliRunner().invoke(cli.app, [*command, flag])
             assert result.exit_code == 0, result
@@ -91,19 +107,40 @@ def test_help_prints_at_once_and_without_the_heavy_imports():
             "--model",
             "--drafter",
             "--num-speculative-tokens",
+            "--draft-model",
+            "--reference",
+            "--memory",
             "--top-p",
             "--weights",
             "--kernels",
             "--show-drafts",
             "--json",
         ],
-        "bench": ["--workload", "--category", "--repeats", "--weights", "--kernels", "--quality-text", "--json"],
+        "bench": [
+            "--workload",
+            "--category",
+            "--draft-model",
+            "--repeats",
+            "--weights",
+            "--kernels",
+            "--quality-text",
+            "--json",
+        ],
+        "check": ["target", "draft_model", "--weights", "--kernels", "--threads", "--json"],
         "models": ["--help"],
     }
     code = f"OPTIONS = {options}\n" + textwrap.dedent(code)
     environment = {**os.environ, "COLUMNS": "80"}  # not fewer, or rich shortens the names
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.splitlines() == [f"sakiyomi {sakiyomi.__version__}", "[]"]
+
+
+def test_help_names_the_drafters_of_the_registry(monkeypatch):
+    assert sorted(cli.DRAFTERS) == sorted(drafters.DRAFTERS)
+    monkeypatch.setenv("COLUMNS", "200")
+    for command in ("generate", "bench"):
+        shown = " ".join(run(cli.app, [command, "--help"]).stdout.split())
+        assert all(f"{name}, " in shown for name in (*drafters.DRAFTERS, drafters.MODEL + " (--draft-model)"))
 
 
 def test_without_arguments_the_help_is_shown():
@@ -130,16 +167,34 @@ def test_models_lists_the_names(monkeypatch, tmp_path):
         ("generate ''", 2, "prompt: is empty"),
         ("generate '' --raw --json", 2, "prompt: is empty"),
         ("generate x --reference no-such-file.txt", 2, "--reference no-such-file.txt: can't be read"),
-        ("generate x --reference a.txt -d none", 2, "--reference a.txt: only the ngram drafter"),
+        ("generate x --reference a.txt -d none", 2, "--reference a.txt: --drafter none doesn't use it; add suffix or"),
+        ("generate x --reference a.txt -d model --draft-model x", 2, "--reference a.txt: --drafter model doesn't use"),
+        ("generate x --memory a.bin -d ngram", 2, "--memory a.bin: --drafter ngram remembers nothing; add suffix"),
+        ("generate x -d ngramm", 2, "drafter='ngramm': must be one of auto, "),
+        ("generate x -d ngram+ngram", 2, "drafter='ngram+ngram': names a drafter twice"),
+        ("generate x -d model", 2, "drafter='model': needs a draft model"),
+        ("generate x -d ngram --draft-model y", 2, "--draft-model y: --drafter ngram goes without; add +model to it"),
+        ("generate x -k -1", 2, "--num-speculative-tokens -1: must be a number (0: plain decoding), or auto"),
+        ("generate x -k many", 2, "--num-speculative-tokens many: must be a number"),
+        ("generate x -k 2.5", 2, "--num-speculative-tokens 2.5: must be a number"),
+        ("generate x -k 99999999999", 2, "--num-speculative-tokens 99999999999: must be a number"),
+        ("generate x -k ''", 2, "--num-speculative-tokens : must be a number"),
         ("bench --top-p 0", 2, "top_p=0.0: must be above 0"),
         ("bench -k 0", 2, "num_speculative_tokens=0: must be at least 1"),
-        ("bench -d ngramm", 2, "drafter='ngramm': must be one of ngram, none"),
+        ("bench -k 3 -k many", 2, "--num-speculative-tokens many: must be a number"),
+        ("bench -d ngramm", 2, "drafter='ngramm': must be one of auto, "),
+        ("bench -d auto -d model", 2, "drafter='model': needs a draft model"),
+        ("bench -d none", 2, "drafter='none': must name a drafter; plain decoding is always measured"),
+        ("bench -d ngram --draft-model y", 2, "--draft-model y: --drafter ngram goes without; add +model to it"),
         ("bench --workload no-such-file.jsonl", 2, "workload no-such-file.jsonl: can't be read"),
         ("bench --category nonsense", 2, "category 'nonsense': not in this workload; there are chat"),
         ("bench --per-category 0", 2, "per_category=0: must be at least 1"),
         ("bench --weights int4", 2, "weights='int4': must be one of auto, int8"),
         ("bench --kernels avx3", 2, "kernels='avx3': must be one of auto, "),
         ("bench --weights int8 --kernels torch", 2, "weights='int8': needs the compiled core"),
+        ("check x y --threads 0", 2, "--threads 0: must be at least 1"),
+        ("check x y --kernels avx3", 2, "kernels='avx3': must be one of auto, "),
+        ("check x y --weights int4", 2, "weights='int4': must be one of auto, int8"),
         ("bench --quality-text a.txt", 2, "--quality-text a.txt: only smaller weights are measured on it; add --w"),
     ],
 )
@@ -155,7 +210,6 @@ def test_a_value_that_cannot_work_is_one_line(monkeypatch, capsys, line, status,
 @pytest.mark.parametrize(
     ("line", "status", "message"),
     [
-        ("generate x -d ngramm", 2, "drafter='ngramm': must be one of ngram, none"),
         ("generate x --dtype fp8", 2, "dtype='fp8': must be one of auto, bf16, fp32"),
         ("generate x --weights int4", 2, "weights='int4': must be one of auto, int8"),
         ("generate x --kernels avx3", 2, "kernels='avx3': must be one of auto, "),
@@ -163,6 +217,7 @@ def test_a_value_that_cannot_work_is_one_line(monkeypatch, capsys, line, status,
         ("generate x -m no-such-file.gguf", 1, "'no-such-file.gguf'"),
         ("generate x -m no-such-folder", 1, "'no-such-folder'"),
         ("bench -m no-such-file.gguf", 1, "'no-such-file.gguf'"),
+        ("check no-such-file.gguf smollm2-135m", 1, "'no-such-file.gguf'"),
     ],
 )
 def test_what_loading_refuses_is_one_line(monkeypatch, capsys, line, status, message):
@@ -178,8 +233,6 @@ def test_what_loading_refuses_is_one_line(monkeypatch, capsys, line, status, mes
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("generate x -k -1", "num_speculative_tokens=-1: must be 0 (plain decoding) or more"),
-        ("generate x -d ngramm", "drafter='ngramm': must be one of ngram, none"),
         ("bench --repeats 0", "repeats=0: must be at least 1"),
         (f"generate {'x' * 1100}", "leave no room in the context of 1024"),
     ],
@@ -197,8 +250,10 @@ def test_what_the_model_refuses_is_one_line(monkeypatch, capsys, line, message):
     ("line", "named"),
     [
         ("generate x --top-q 1", "--top-q"),
+        ("generate x -k", "-k"),
         ("generate x -n many", "--max-new-tokens"),
         ("generate", "prompt"),
+        ("check x", "draft_model"),
         ("generate x y", "y"),
         ("benhc", "benhc"),
     ],
@@ -236,14 +291,21 @@ def test_generate_prints_what_the_library_gives(loaded):
 def test_generate_prints_the_same_with_any_drafter():
     plain = run(cli.app, ["generate", PROMPT, "-n", "60", "-d", "none"])
     assert len(plain.stdout) > 30
-    for more in (["-k", "1"], ["-k", "9"], ["-k", "0"], ["--show-drafts", "-k", "0"]):
+    for more in (
+        [],
+        ["-k", "1"],
+        ["-k", "9"],
+        ["-k", "0"],
+        ["--show-drafts", "-k", "0"],
+        ["-d", "ngram", "-k", "auto"],
+    ):
         assert run(cli.app, ["generate", PROMPT, "-n", "60", *more]).stdout == plain.stdout
 
 
 @pytest.mark.usefixtures("loaded")
 def test_options_reach_the_parameters(monkeypatch):
     seen = []
-    monkeypatch.setattr(LLM, "generate", lambda self, prompt, params: seen.append(params) or pytest.skip.Exception)
+    monkeypatch.setattr(LLM, "generate", lambda self, prompt, params, **_: seen.append(params) or pytest.skip.Exception)
     given = {
         "max_new_tokens": 7,
         "temperature": 0.5,
@@ -280,8 +342,71 @@ def test_stats_go_to_standard_error():
     plain = run(cli.app, ["generate", PROMPT, "-n", "30"])
     result = run(cli.app, ["generate", PROMPT, "-n", "30", "--stats"])
     assert result.stdout == plain.stdout
-    for name in ("tokens per target call", "acceptance rate", "time to first token", "exactness"):
+    for name in ("tokens per target call", "acceptance rate", "draft tokens per round", "time to first", "exactness"):
         assert name in result.stderr
+    assert "FAILED" not in result.stderr
+    assert "drafted accepted" not in result.stderr, "one drafter's share is all"
+
+
+class Failing:
+    """A drafter that is sure of its nonsense, and fails after some rounds."""
+
+    name = "failing"
+    costs = None
+    unread = 0
+
+    def __init__(self):
+        self.rounds = 0
+
+    def session(self, prompt, params):
+        return Failing()
+
+    def observe(self, tokens):
+        self.rounds += 1
+        if self.rounds == 3:
+            raise RuntimeError("out of\n ideas")
+
+    def propose(self, budget, go_on=None):
+        return Draft((1,) * budget)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("loaded")
+def test_a_drafter_that_fails_is_one_line_and_in_the_stats(monkeypatch, tmp_path):
+    monkeypatch.setattr(drafters, "DRAFTERS", {**drafters.DRAFTERS, "failing": Failing})
+    file = tmp_path / "reference.txt"
+    plain = run(cli.app, ["generate", PROMPT, "--raw", "-n", "60", "-d", "none"]).stdout
+    file.write_text(PROMPT + plain, encoding="utf-8")
+    arguments = ["generate", PROMPT, "--raw", "-n", "60", "-d", "failing+ngram", "-k", "3", "--reference", str(file)]
+    result = run(cli.app, [*arguments, "--stats"])
+    assert result.exit_code == 0
+    assert result.stdout == plain
+    warned = "sakiyomi: the drafter 'failing' failed, the answer goes on without it: RuntimeError: out of ideas"
+    assert result.stderr.splitlines()[0] == warned
+    flat = " ".join(result.stderr.split())
+    assert re.search(
+        r"failing 0 of \d+ drafted accepted, in \d+ rounds ngram \d+ of \d+ drafted accepted, in \d+", flat
+    )
+    assert "FAILED failing: RuntimeError: out of ideas" in flat
+    found = json.loads(run(cli.app, [*arguments, "--json"]).stdout)["stats"]
+    assert found["errors"] == ["failing: RuntimeError: out of\n ideas"]
+    assert set(found["by_drafter"]) == {"failing", "ngram"}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("loaded")
+def test_a_drafter_that_fails_in_a_benchmark_is_one_line_and_a_note(monkeypatch, workload):
+    monkeypatch.setattr(drafters, "DRAFTERS", {**drafters.DRAFTERS, "failing": Failing})
+    arguments = ["bench", "--workload", workload, "-n", "12", "-d", "failing", "-d", "ngram", "-k", "2"]
+    result = run(cli.app, arguments)
+    assert result.exit_code == 0, "the output is the same"
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert lines
+    assert all(line.startswith("sakiyomi: the drafter 'failing' failed") for line in lines)
+    assert "FAILED: failing k=2, in 2 answers, which went on without it: failing: Runtime" in " ".join(
+        result.stdout.split()
+    )
+    assert "FAILED: ngram" not in result.stdout
 
 
 @pytest.mark.usefixtures("loaded")
@@ -300,11 +425,13 @@ def drafted(loaded: LLM, tmp_path: Path) -> tuple[list[str], str, str]:
     reference = tmp_path / "answer.txt"
     reference.write_text(PROMPT + text, encoding="utf-8")
     drafter = sakiyomi.NgramDrafter(reference=loaded.encode(PROMPT + text))
-    tokens = [token for chunk in loaded.stream(PROMPT, params, drafter=drafter) for token in chunk.tokens]
+    chunks = loaded.stream(PROMPT, params, drafter=drafter, num_speculative_tokens=7)
+    tokens = [token for chunk in chunks for token in chunk.tokens]
     assert sum(bool(token.drafter and token.text) for token in tokens) > 5
     assert sum(not token.drafter for token in tokens) > 5
     marked = "".join(f"«{token.text}»" if token.drafter and token.text else token.text for token in tokens)
-    return ["generate", PROMPT, "--raw", "-n", "60", "--reference", str(reference)], text, marked
+    command = ["generate", PROMPT, "--raw", "-n", "60", "-d", "ngram", "-k", "7", "--reference", str(reference)]
+    return command, text, marked
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
@@ -343,12 +470,12 @@ def test_text_is_printed_as_it_is(monkeypatch, loaded, colour):
     chunks = list(loaded.stream("x", sakiyomi.SamplingParams(max_new_tokens=1)))
     token = sakiyomi.Token(1, text, None)
     chunk = sakiyomi.Chunk((token, token), "length", chunks[0].record)
-    monkeypatch.setattr(LLM, "stream", lambda *_: iter([chunk]))
+    monkeypatch.setattr(LLM, "stream", lambda *_, **__: iter([chunk]))
     for more in ([], ["--show-drafts"]):
         result = run(cli.app, ["generate", "x", *more], color=colour)
         assert result.stdout_bytes.decode() == text * 2 + "\n"
     drafted = sakiyomi.Chunk((sakiyomi.Token(1, text, "ngram"),), "length", chunks[0].record)
-    monkeypatch.setattr(LLM, "stream", lambda *_: iter([drafted]))
+    monkeypatch.setattr(LLM, "stream", lambda *_, **__: iter([drafted]))
     assert text in run(cli.app, ["generate", "x", "--show-drafts"], color=colour).stdout_bytes.decode()
 
 
@@ -378,7 +505,7 @@ def test_an_argument_that_is_not_utf8_is_one_line(monkeypatch, capsys, loaded):
 def test_what_the_terminal_cannot_show_is_replaced(monkeypatch, loaded):
     token = sakiyomi.Token(1, "a日b", None)
     record = next(loaded.stream("x")).record
-    monkeypatch.setattr(LLM, "stream", lambda *_: iter([sakiyomi.Chunk((token,), "length", record)]))
+    monkeypatch.setattr(LLM, "stream", lambda *_, **__: iter([sakiyomi.Chunk((token,), "length", record)]))
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     monkeypatch.setattr(sys, "argv", ["sakiyomi", "generate", "x"])
@@ -387,16 +514,122 @@ def test_what_the_terminal_cannot_show_is_replaced(monkeypatch, loaded):
     assert raw.getvalue() == b"a?b\n"
 
 
-def test_reference_text_is_looked_up(loaded, tmp_path):
+@pytest.mark.parametrize("drafter", ["ngram", "auto", "suffix+ngram"])
+@pytest.mark.parametrize("k", ["5", "auto"])
+def test_reference_text_is_looked_up(loaded, tmp_path, drafter, k):
     """A reference that holds the answer gives accepted drafts, and the same text."""
-    arguments = ["generate", "x", "--raw", "-n", "40", "--json"]
+    if "suffix" in drafter and not core.available():
+        pytest.skip("the suffix drafter needs the compiled core")
+    arguments = ["generate", "x", "--raw", "-n", "40", "--json", "-k", k]
     plain = json.loads(run(cli.app, [*arguments, "-d", "none"]).stdout)
+    arguments = [*arguments, "-d", drafter]
     file = tmp_path / "reference.txt"
     file.write_text("x" + plain["text"], encoding="utf-8")
     found = json.loads(run(cli.app, [*arguments, "--reference", str(file)]).stdout)
     without = json.loads(run(cli.app, arguments).stdout)
     assert found["token_ids"] == without["token_ids"] == plain["token_ids"]
     assert found["stats"]["target_calls"] < without["stats"]["target_calls"]
+
+
+@needs_suffix
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("drafter", ["auto", "suffix+ngram"])
+def test_memory_keeps_answers(tmp_path, drafter):
+    """What one process wrote the next drafts from; with a reference too, and with the same text."""
+    file, reference = tmp_path / "memory", tmp_path / "reference.txt"
+    arguments = ["generate", "x", "--raw", "-n", "40", "-d", drafter, "-k", "5", "--memory", str(file)]
+    first = run(cli.app, [*arguments, "--stats"])
+    assert first.exit_code == 0, first
+    assert file.is_file()
+    again = json.loads(run(cli.app, [*arguments, "--json"]).stdout)
+    assert again["text"] + "\n" == first.stdout
+    assert f"in {again['stats']['target_calls']} target calls" not in first.stderr
+    assert again["stats"]["target_calls"] < 12, "40 tokens, and nearly each draft of 5 stands"
+    reference.write_text("something else", encoding="utf-8")
+    third = run(cli.app, [*arguments, "--reference", str(reference), "--json"])
+    assert json.loads(third.stdout)["stats"]["target_calls"] < 12
+    assert json.loads(third.stdout)["token_ids"] == again["token_ids"]
+
+
+@needs_suffix
+def test_memory_is_kept_where_the_answer_is_interrupted(monkeypatch, capsys, loaded, tmp_path):
+    stream = LLM.stream
+
+    def interrupted(*arguments, **options):
+        for i, chunk in enumerate(stream(*arguments, **options)):
+            if i == 20:
+                raise KeyboardInterrupt
+            yield chunk
+
+    file = tmp_path / "memory"
+    arguments = ["generate", "x", "--raw", "-n", "40", "-d", "suffix", "-k", "5", "--memory", str(file)]
+    stdout, stderr = sys.stdout, sys.stderr
+    with monkeypatch.context() as patch:
+        patch.setattr(LLM, "stream", interrupted)
+        status, _, err = main(monkeypatch, capsys, *arguments)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert (status, err) == (130, "")
+    with_memory = json.loads(run(cli.app, [*arguments, "--json"]).stdout)["stats"]
+    file.unlink()
+    without = json.loads(run(cli.app, [*arguments, "--json"]).stdout)["stats"]
+    assert with_memory["target_calls"] < without["target_calls"]
+
+
+@needs_suffix
+@pytest.mark.usefixtures("never_loaded")
+def test_a_memory_that_cannot_be_used_costs_no_loading(monkeypatch, capsys, tmp_path):
+    wrong, nowhere = tmp_path / "memory", tmp_path / "no-folder" / "memory"
+    wrong.write_text("notes", encoding="utf-8")
+    for path, message in ((wrong, "can't be read"), (nowhere, "isn't there; make it first"), (tmp_path, "not a file")):
+        status, out, err = main(monkeypatch, capsys, "generate", "x", "-d", "suffix", "--memory", str(path))
+        assert (status, out) == (2, "")
+        assert err.startswith(f"sakiyomi: --memory {path}: ")
+        assert message in err
+        assert err.count("\n") == 1
+    assert wrong.read_text(encoding="utf-8") == "notes"
+
+
+@needs_suffix
+def test_a_memory_that_cannot_be_saved_is_told_after_the_answer(monkeypatch, capsys, loaded, tmp_path):
+    def save(self, path):
+        raise sakiyomi.OptionError(f"{path}: can't be written (No space left on device)")
+
+    monkeypatch.setattr(SuffixDrafter, "save", save)
+    command = ["generate", "x", "-n", "5", "-d", "suffix", "--memory", str(tmp_path / "memory")]
+    status, out, err = main(monkeypatch, capsys, *command)
+    assert status == 2
+    assert out.strip()
+    assert err == f"sakiyomi: --memory {tmp_path / 'memory'}: can't be written (No space left on device)\n"
+
+
+@needs_suffix
+@pytest.mark.usefixtures("loaded")
+def test_plain_decoding_leaves_a_memory_as_it_is(tmp_path):
+    file = tmp_path / "memory"
+    result = run(cli.app, ["generate", "x", "-n", "5", "-d", "suffix", "-k", "0", "--memory", str(file)])
+    assert result.exit_code == 0
+    assert not file.exists()
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_draft_model_drafts_in_both_commands(workload, tmp_path):
+    plain = run(cli.app, ["generate", PROMPT, "-n", "30", "-d", "none"]).stdout
+    reference = tmp_path / "reference.txt"
+    reference.write_text("abc", encoding="utf-8")
+    command = ["generate", PROMPT, "-n", "30", "--draft-model", "y", "-k", "4", "--json"]
+    for more in (["-d", "model"], [], ["-d", "ngram+model", "--reference", str(reference)]):
+        found = json.loads(run(cli.app, [*command, *more]).stdout)
+        assert found["text"] + "\n" == plain
+        assert found["stats"]["by_drafter"]["model"]["accepted"] > 5
+    command = ["bench", "--workload", workload, "-n", "12", "-d", "model", "-k", "3", "--draft-model", "y"]
+    result = run(cli.app, [*command, "--json"])
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert found["machine"]["draft model"] == "y"
+    assert found["summaries"][-1]["case"] == "model k=3"
+    assert found["summaries"][-1]["tokens_per_target_call"] > 2
+    assert "draft model: y" in " ".join(run(cli.app, command).stdout.split())
 
 
 def test_reference_that_is_not_text_is_named(monkeypatch, capsys, tmp_path):
@@ -426,7 +659,7 @@ def test_a_model_without_a_chat_template_continues_the_text(monkeypatch, loaded,
 def test_an_error_on_the_way_leaves_the_text_on_lines_of_its_own(monkeypatch, capsys, loaded):
     record = next(loaded.stream("x")).record
 
-    def stream(*_):
+    def stream(*_, **__):
         yield sakiyomi.Chunk((sakiyomi.Token(1, "begun", None),), None, record)
         raise sakiyomi.OptionError("processors leave no token possible")
 
@@ -444,7 +677,7 @@ def test_an_error_on_the_way_leaves_the_text_on_lines_of_its_own(monkeypatch, ca
     ids=["interrupted", "the reader of the pipe went away"],
 )
 def test_an_end_that_the_user_wanted_is_quiet(monkeypatch, capsys, loaded, error, status):
-    def stream(*_):
+    def stream(*_, **__):
         raise error
         yield
 
@@ -467,25 +700,38 @@ def workload(tmp_path):
 @pytest.mark.usefixtures("loaded")
 def test_bench_compares_every_candidate_with_plain(workload):
     result = run(
-        cli.app, ["bench", "--workload", workload, *["-n", "12", "-k", "2", "-k", "4", "--repeats", "2", "--json"]]
+        cli.app,
+        [
+            "bench",
+            "--workload",
+            workload,
+            *["-n", "12", "-d", "ngram", "-k", "2", "-k", "auto", "--repeats", "2", "--json"],
+        ],
     )
     assert result.exit_code == 0
     found = json.loads(result.stdout)
     assert found["differences"] == found["skipped"] == []
-    assert [each["num_speculative_tokens"] for each in found["candidates"]] == [2, 4]
+    assert [each["num_speculative_tokens"] for each in found["candidates"]] == [2, None]
     assert found["params"]["max_new_tokens"] == 12
     assert len(found["measurements"]) == 2 * 2 * 3
     assert found["machine"]["model"] == "smollm2-135m"
-    path = core.resolve()
-    expected = ["float32", "fp32", path] if path else ["float32", "float32", "torch"]
+    expected = ["float32", "fp32", core.resolve() or "torch"]
     assert [found["machine"][name] for name in ("dtype", "weights", "kernels")] == expected
     assert found["quality"] is None
 
 
 @pytest.mark.usefixtures("loaded")
+def test_bench_has_candidates_by_default(workload):
+    found = json.loads(run(cli.app, ["bench", "--workload", workload, "-n", "4", "--json"]).stdout)
+    assert found["candidates"] == [{"drafter": "auto", "num_speculative_tokens": k} for k in (3, 7, None)]
+
+
+@pytest.mark.usefixtures("loaded")
 @pytest.mark.parametrize("form", [[], ["--markdown"]], ids=["table", "markdown"])
 def test_bench_prints_a_table(workload, form):
-    result = run(cli.app, ["bench", "--workload", workload, "-n", "6", "-k", "2", "--category", "x", *form])
+    result = run(
+        cli.app, ["bench", "--workload", workload, "-n", "6", "-d", "ngram", "-k", "2", "--category", "x", *form]
+    )
     assert result.exit_code == 0
     for part in ("plain", "ngram k=2", "Same output", "1 prompts"):
         assert part in " ".join(result.stdout.split())
@@ -519,14 +765,14 @@ def both_weights(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     changed = make_reference("llama", num_hidden_layers=1)
     changed.lm_head.weight.data.mul_(0.9)
 
-    def load(model, dtype, weights, kernels, context_length, threads, drafter, num_speculative_tokens):
+    def load(model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model):
         assert not any(target() for target in targets), "the one before takes no memory any more"
         asked.append((weights, kernels))
         target = make_target(changed if weights == "int8" else reference, kernels="torch")
         if weights == "int8":
             target.weight_format, target.kernels = "int8", "avx2"
         targets.append(weakref.ref(target))
-        return LLM(target, byte_tokenizer(), drafter=drafter, num_speculative_tokens=num_speculative_tokens)
+        return LLM(target, byte_tokenizer(), drafter=drafter, num_speculative_tokens=k, costs=costs())
 
     monkeypatch.setattr(cli, "_load", load)
     monkeypatch.setattr("sakiyomi.targets.resolve", lambda kernels, weights: None)
@@ -607,6 +853,87 @@ def test_weights_and_kernels_reach_load(monkeypatch, command):
     if core.available() and command[0] == "generate":
         run(cli.app, [*command, "--weights", "int8", "--kernels", core.available()[-1]])
         assert (seen["weights"], seen["kernels"]) == ("int8", core.available()[-1])
+
+
+@pytest.fixture
+def three_models(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let check load models called big, small, and tiny: its context is too short. The list is what was done."""
+    reference = make_reference("llama", num_hidden_layers=1)
+    done: list[str] = []
+
+    def load(model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model):
+        assert (weights, kernels, threads, drafter, k, draft_model) == ("auto", "torch", 1, "none", 0, None)
+        done.append(f"load {model}")
+        target = make_target(reference, context_length={"big": 512, "small": 256, "tiny": 16}[model])
+        return LLM(target, byte_tokenizer(), drafter=drafter)
+
+    def measure(target):
+        done.append("measure")
+        return CostTable((1, 8), {512: (0.04, 0.05), 256: (0.01, 0.02), 16: (0.05, 0.06)}[target.context_length])
+
+    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr("sakiyomi.costs.measure", measure)
+    return done
+
+
+PAIR_OPTIONS = ["--kernels", "torch", "--threads", "1"]
+
+
+def test_check_says_how_a_model_drafts_and_what_it_costs(three_models):
+    result = run(cli.app, ["check", "big", "small", *PAIR_OPTIONS])
+    assert result.exit_code == 0, result
+    assert three_models == ["load big", "measure", "load small", "measure"]
+    shown = " ".join(result.stdout.split())
+    for part in (
+        "tokenizer the same",
+        "token by token",
+        "target 512, draft model 256",
+        "0.25 of the target's",
+        "note: ",
+    ):
+        assert part in shown
+    assert "can't work" not in shown
+    found = json.loads(run(cli.app, ["check", "big", "small", *PAIR_OPTIONS, "--json"]).stdout)
+    assert (found["target"], found["draft_model"], found["way"]) == ("big", "small", "same")
+    assert found["cost_ratio"] == pytest.approx(0.25)
+    assert found["problems"] == []
+    assert len(found["warnings"]) == 1
+
+
+@pytest.mark.usefixtures("three_models")
+def test_check_of_what_cannot_work_has_an_exit_status():
+    result = run(cli.app, ["check", "big", "tiny", *PAIR_OPTIONS])
+    assert result.exit_code == 1
+    assert "can't work: the draft model's context of 16 tokens is too short" in " ".join(result.stdout.split())
+    result = run(cli.app, ["check", "big", "tiny", *PAIR_OPTIONS, "--json"])
+    assert result.exit_code == 1
+    assert len(json.loads(result.stdout)["problems"]) == 1
+
+
+def test_drafters_reach_load(monkeypatch):
+    seen = {}
+
+    def load(model, **options):
+        seen.update(options)
+        raise sakiyomi.OptionError("enough")
+
+    monkeypatch.setattr("sakiyomi.llm.load", load)
+
+    def loaded(line):
+        seen.clear()
+        run(cli.app, shlex.split(line))
+        return tuple(seen[name] for name in ("drafter", "num_speculative_tokens", "draft_model"))
+
+    assert loaded("generate x") == ("auto", None, None)
+    assert loaded("generate x -d ngram -k 4") == ("ngram", 4, None)
+    assert loaded("generate x -k 0 --draft-model y") == ("auto", 0, "y")
+    assert loaded("generate x -d model+ngram -k auto --draft-model y") == ("model+ngram", None, "y")
+    # A benchmark names its drafters itself; it needs the draft model, and costs only where a candidate is adaptive.
+    assert loaded("bench") == ("none", None, None)
+    assert loaded("bench -d auto -k auto --draft-model y") == ("model", None, "y")
+    drafter, k, draft_model = loaded("bench -d model -k 3 --draft-model y")
+    assert (drafter, draft_model) == ("model", "y")
+    assert k is not None
 
 
 @pytest.mark.filterwarnings("default")

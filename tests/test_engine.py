@@ -11,10 +11,12 @@ import torch
 
 from conftest import VOCAB, byte_tokenizer, make_reference, make_target
 from sakiyomi import core
+from sakiyomi.costs import CostTable, ModelCosts
 from sakiyomi.drafters import NgramDrafter
-from sakiyomi.engine import Chunk, Engine
-from sakiyomi.errors import DrafterError, OptionError, PromptError
-from sakiyomi.interfaces import Draft, Target, TargetOutput
+from sakiyomi.engine import Chunk, Engine, Request
+from sakiyomi.errors import OptionError, PromptError
+from sakiyomi.interfaces import Draft, Target, TargetOutput, always
+from sakiyomi.policy import AdaptivePolicy, FixedPolicy, Policy
 from sakiyomi.sampling import SamplingParams
 from sakiyomi.targets.linear import can_pack
 
@@ -30,19 +32,22 @@ class Scripted:
     """A drafter whose proposals a function of (ids so far, budget) decides."""
 
     name = "scripted"
+    costs = None
 
     def __init__(self, propose) -> None:
         self.function = propose
 
-    def session(self, prompt: Sequence[int]):
+    def session(self, prompt: Sequence[int], params: SamplingParams):
         return ScriptedSession(self.function, list(prompt))
 
 
 class ScriptedSession:
+    unread = 0
+
     def __init__(self, propose, ids: list[int]) -> None:
         self.function, self.ids = propose, ids
 
-    def propose(self, budget: int) -> Draft:
+    def propose(self, budget: int, go_on=always) -> Draft:
         draft = self.function(self.ids, budget)
         assert len(self.ids) > 0
         return draft
@@ -95,8 +100,39 @@ def branching(answer: Sequence[int], seed: int = 0) -> Scripted:
     return Scripted(propose)
 
 
+class Whole:
+    """A policy that checks all that the first drafter with a guess proposes, branches too."""
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+    def session(self, sources):
+        self.sources = sources
+        return self
+
+    def draft(self, left: int, context: int, rows: int) -> Draft:
+        drafts = (source.propose(min(left, self.k)) for source in self.sources)
+        return next((draft for draft in drafts if draft), Draft())
+
+    def observe(self, tested) -> None:
+        pass
+
+
+def eager_policy() -> AdaptivePolicy:
+    """Rows cost nothing, so that it drafts much."""
+    return AdaptivePolicy(ModelCosts(CostTable((1, 2), (1.0, 1.0))))
+
+
+def request(engine: Engine, prompt, params: SamplingParams, drafter=None, k: int = 0) -> Request:
+    return engine.request(prompt, params, [drafter] if drafter else [], FixedPolicy(k) if k else None)
+
+
 def run(engine: Engine, params: SamplingParams, drafter=None, k: int = 0, prompt=PROMPT) -> list[Chunk]:
-    return list(engine.run(engine.request(prompt, params, drafter, k)))
+    return list(engine.run(request(engine, prompt, params, drafter, k)))
+
+
+def run_with(engine: Engine, params: SamplingParams, drafters, policy: Policy) -> list[Chunk]:
+    return list(engine.run(engine.request(PROMPT, params, drafters, policy)))
 
 
 def ids(chunks: list[Chunk]) -> list[int]:
@@ -143,6 +179,17 @@ def test_tokens_are_the_same_with_any_drafter_and_any_k(family_engine, params):
             chunks = run(family_engine, params, drafter, k)
             assert ids(chunks) == plain, (drafter.name, k)
             assert all(len(chunk.tokens) <= k + 1 for chunk in chunks)
+    for policy in (Whole(2), Whole(7)):
+        chunks = run_with(family_engine, params, [branching(plain)], policy)
+        assert ids(chunks) == plain
+        assert any(chunk.record.drafted > chunk.record.depth for chunk in chunks), "no branches were checked"
+    adaptive = eager_policy()  # keeps what it learns from one drafter to the next
+    for drafter in drafters:
+        chunks = run_with(family_engine, params, [drafter], adaptive)
+        assert ids(chunks) == plain, drafter.name
+    chunks = run_with(family_engine, params, drafters[:2], adaptive)
+    assert ids(chunks) == plain
+    assert any(chunk.record.drafted for chunk in chunks)
 
 
 def test_seeds_differ_and_repeat(engine):
@@ -257,10 +304,10 @@ def test_three_sequences_in_a_round_are_three_alone(family_engine):
     ]
     alone = [ids(run(family_engine, params, drafter, k, prompt)) for prompt, params, drafter, k in cases]
     cases[1] = (*cases[1][:2], wrong_drafter(), 7)
-    requests = [family_engine.request(*case) for case in cases]
+    requests = [request(family_engine, prompt, params, drafter, k) for prompt, params, drafter, k in cases]
     found: list[list[int]] = [[], [], []]
-    while any(request.finish_reason is None for request in requests):
-        running = [i for i, request in enumerate(requests) if request.finish_reason is None]
+    while any(each.finish_reason is None for each in requests):
+        running = [i for i, each in enumerate(requests) if each.finish_reason is None]
         for i, chunk in zip(running, family_engine.round([requests[i] for i in running]), strict=True):
             found[i].extend(token.id for token in chunk.tokens)
     assert found == alone
@@ -288,7 +335,7 @@ def test_long_prompts_are_computed_in_bounded_calls(llama):
 
 def test_a_cancelled_stream_leaves_the_engine_usable(engine):
     plain = ids(run(engine, GREEDY))
-    stream = engine.run(engine.request(PROMPT, GREEDY, oracle(plain), 3))
+    stream = engine.run(request(engine, PROMPT, GREEDY, oracle(plain), 3))
     next(stream)
     stream.close()
     assert ids(run(engine, GREEDY, oracle(plain), 3)) == plain
@@ -301,16 +348,14 @@ def test_one_failing_request_leaves_the_others_alone(engine):
         return logits
 
     plain = ids(run(engine, GREEDY))
-    bad_drafter = Scripted(lambda ids, budget: 1 / 0)
     requests = [
-        engine.request(PROMPT, GREEDY, oracle(plain), 2),
-        engine.request(PROMPT, SamplingParams(processors=(explode,)), oracle(plain), 4),
-        engine.request(PROMPT, GREEDY, bad_drafter, 2),
+        request(engine, PROMPT, GREEDY, oracle(plain), 2),
+        request(engine, PROMPT, SamplingParams(processors=(explode,)), oracle(plain), 4),
     ]
-    good, processor, drafter = engine.round(requests)
+    good, processor = engine.round(requests)
     assert isinstance(good, Chunk)
     assert isinstance(processor, RuntimeError)
-    assert isinstance(drafter, ZeroDivisionError)
+    assert requests[1].finish_reason == "error"
     rest = list(engine.run(requests[0]))
     assert ids([good, *rest]) == plain
 
@@ -325,17 +370,52 @@ def test_one_failing_request_leaves_the_others_alone(engine):
         (Draft((1, 2), (-1,), (1.0, 1.0), "scripted"), "gave 1 parents for 2 tokens"),
         (Draft((1, 2), (-1, 1), (1.0, 1.0), "scripted"), "each must be -1 or the index of a token before"),
         (Draft((1, 2), (-2, 0), (1.0, 1.0), "scripted"), "each must be -1 or the index of a token before"),
+        (Draft((1, 2), None, (1.0, 0.0), "scripted"), r"must be one in \(0, 1\] for each of 2 tokens"),
+        (Draft((1, 2), None, (0.5,), "scripted"), r"must be one in \(0, 1\] for each of 2 tokens"),
     ],
 )
-def test_what_cannot_be_a_draft_ends_its_request_only(engine, draft, message):
+def test_what_cannot_be_a_draft_ends_its_drafter_only(engine, draft, message):
     plain = ids(run(engine, GREEDY))
-    bad = engine.request(PROMPT, GREEDY, Scripted(lambda ids, budget: draft), 3)
-    good = engine.request(PROMPT, GREEDY, oracle(plain), 3)
-    error, first = engine.round([bad, good])
-    assert isinstance(error, DrafterError)
-    assert re.search(message, str(error))
-    assert bad.finish_reason == "error"
+    bad = request(engine, PROMPT, GREEDY, Scripted(lambda ids, budget: draft), 3)
+    good = request(engine, PROMPT, GREEDY, oracle(plain), 3)
+    with pytest.warns(RuntimeWarning, match=message) as warned:
+        first_bad, first = engine.round([bad, good])
+    assert len(warned) == 1
+    assert re.search(message, first_bad.record.errors[0])
+    rest = list(engine.run(bad))
+    assert ids([first_bad, *rest]) == plain
+    assert not any(chunk.record.errors or chunk.record.drafted for chunk in rest)
     assert ids([first, *engine.run(good)]) == plain
+
+
+@pytest.mark.parametrize("where", ["session", "propose", "observe"])
+def test_a_drafter_that_raises_is_left_out(engine, where):
+    """With another one beside it, which goes on; the tokens of the round in which it failed are not lost."""
+    plain = ids(run(engine, GREEDY))
+    broken = oracle(plain)
+    broken.name = "broken"
+    make = broken.session
+
+    def fail(*anything):
+        raise ZeroDivisionError("a mistake")
+
+    def session(prompt, params):
+        made = make(prompt, params)
+        if where != "session":
+            tokens_before_it_fails = iter(range(2))
+            works = getattr(made, where)
+            setattr(made, where, lambda *rest: works(*rest) if next(tokens_before_it_fails, None) else fail())
+        return made
+
+    broken.session = fail if where == "session" else session
+    for policy in (FixedPolicy(3), eager_policy()):
+        with pytest.warns(RuntimeWarning, match="the drafter 'broken' failed, the answer goes on without it") as warned:
+            chunks = run_with(engine, GREEDY, [broken, oracle(plain)], policy)
+        assert len(warned) == 1
+        assert ids(chunks) == plain
+        assert [e for chunk in chunks for e in chunk.record.errors] == ["broken: ZeroDivisionError: a mistake"]
+        assert chunks[-1].record.drafter in ("scripted", "")
+        assert any(chunk.record.drafter == "scripted" for chunk in chunks)
 
 
 @pytest.mark.parametrize("kernels", sorted({"torch", *core.available()[:1]}))
@@ -350,14 +430,14 @@ def test_an_error_of_the_target_leaves_requests_as_they_were(kernels, monkeypatc
     engine = Engine(target)
     plain = ids(run(engine, GREEDY))
     for k in (0, 3):
-        requests = [engine.request(PROMPT, GREEDY, oracle(plain, 0.7), k) for _ in range(2)]
+        requests = [request(engine, PROMPT, GREEDY, oracle(plain, 0.7), k) for _ in range(2)]
         first = engine.round(requests)
         with monkeypatch.context() as patch:
             patch.setattr(*last, fail)
             with pytest.raises(MemoryError):
                 engine.round(requests)
-        for request, chunk in zip(requests, first, strict=True):
-            assert ids([chunk, *engine.run(request)]) == plain
+        for each, chunk in zip(requests, first, strict=True):
+            assert ids([chunk, *engine.run(each)]) == plain
 
 
 def test_a_round_of_nothing(engine):
@@ -420,19 +500,18 @@ def test_records_add_up(engine):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "options", "error", "message"),
+    ("prompt", "error", "message"),
     [
-        ([], {}, PromptError, "prompt: has no tokens"),
-        ([1] * 1024, {}, PromptError, "1024 tokens leave no room in the context of 1024"),
-        ([VOCAB], {}, PromptError, r"token ids must be in 0\.\.319"),
-        ([1.0], {}, PromptError, "token ids must be integers"),
-        ([-1], {}, PromptError, r"token ids must be in 0\.\.319"),
-        ([1], {"num_speculative_tokens": -1}, OptionError, "num_speculative_tokens=-1: must be 0"),
+        ([], PromptError, "prompt: has no tokens"),
+        ([1] * 1024, PromptError, "1024 tokens leave no room in the context of 1024"),
+        ([VOCAB], PromptError, r"token ids must be in 0\.\.319"),
+        ([1.0], PromptError, "token ids must be integers"),
+        ([-1], PromptError, r"token ids must be in 0\.\.319"),
     ],
 )
-def test_requests_that_cannot_run(engine, prompt, options, error, message):
+def test_requests_that_cannot_run(engine, prompt, error, message):
     with pytest.raises(error, match=message):
-        engine.request(prompt, GREEDY, NgramDrafter(), **options)
+        engine.request(prompt, GREEDY, [NgramDrafter()], FixedPolicy(1))
 
 
 def test_stop_strings_need_a_tokenizer(llama):

@@ -12,7 +12,7 @@ import torch
 
 from sakiyomi import LLM, NgramDrafter, OptionError, PromptError, SamplingParams, core, load
 from sakiyomi.bench.workload import Prompt, builtin_workload, select
-from sakiyomi.interfaces import Draft, Work
+from sakiyomi.interfaces import Draft, Work, always
 from sakiyomi.models import open_weights, read_config, resolve
 from sakiyomi.targets import load_decoder
 from sakiyomi.targets.decoder import DecoderConfig
@@ -40,14 +40,16 @@ class RandomDrafter:
     """Proposes tokens at random: wrong, and confident."""
 
     name = "random"
+    costs = None
+    unread = 0
 
     def __init__(self, vocab_size: int) -> None:
         self.source, self.vocab_size = random.Random(0), vocab_size
 
-    def session(self, prompt):
+    def session(self, prompt, params):
         return self
 
-    def propose(self, budget: int) -> Draft:
+    def propose(self, budget: int, go_on=always) -> Draft:
         return Draft(
             tuple(self.source.randrange(self.vocab_size) for _ in range(budget)), None, (1.0,) * budget, "random"
         )
@@ -153,7 +155,7 @@ def test_options_of_a_call_override_those_of_the_object(llm):
     [
         (lambda llm: llm.stream(""), PromptError, "prompt: is empty"),
         (lambda llm: llm.stream([]), PromptError, "messages: the list is empty"),
-        (lambda llm: llm.stream("x", drafter="ngrm"), OptionError, "drafter='ngrm': must be one of ngram, none"),
+        (lambda llm: llm.stream("x", drafter="ngrm"), OptionError, "drafter='ngrm': must be one of auto, suffix, ngram"),
         (lambda llm: llm.stream("x", num_speculative_tokens=-2), OptionError, "num_speculative_tokens=-2"),
         (lambda llm: llm.stream("word " * 9000), PromptError, "9000 tokens leave no room|tokens leave no room"),
         (lambda llm: load("smollm2-135m", dtype="fp16"), OptionError, "dtype='fp16': must be one of auto, bf16, fp32"),

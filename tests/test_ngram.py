@@ -7,9 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from sakiyomi.drafters import DRAFTERS, NgramDrafter, resolve
+from sakiyomi.drafters import NgramDrafter
 from sakiyomi.errors import OptionError
 from sakiyomi.interfaces import Draft
+from sakiyomi.sampling import SamplingParams
+
+GREEDY = SamplingParams()
 
 
 def draft(ids: Sequence[int] | str, budget: int = 3, **options) -> list[int]:
@@ -17,7 +20,7 @@ def draft(ids: Sequence[int] | str, budget: int = 3, **options) -> list[int]:
     reference = [ord(c) if isinstance(c, str) else c for c in options.pop("reference", ())]
     ids = [ord(c) if isinstance(c, str) else c for c in ids]
     options.setdefault("min_ngram", 2)
-    return list(NgramDrafter(reference=reference, **options).session(ids).propose(budget).tokens)
+    return list(NgramDrafter(reference=reference, **options).session(ids, GREEDY).propose(budget).tokens)
 
 
 def letters(ids: Sequence[int]) -> str:
@@ -60,7 +63,7 @@ def test_proposals_are_those_of_scanning_everything():
         max_ngram = rng.randrange(min_ngram, 6)
         drafter = NgramDrafter(max_ngram=max_ngram, min_ngram=min_ngram, reference=reference)
         known = rng.randrange(len(text))
-        session = drafter.session(text[:known])
+        session = drafter.session(text[:known], GREEDY)
         while known < len(text):
             step = min(rng.randrange(1, 6), len(text) - known)
             session.observe(text[known : known + step])
@@ -70,7 +73,7 @@ def test_proposals_are_those_of_scanning_everything():
             found = session.propose(budget)
             expected = naive(ids, reference, budget, max_ngram, min_ngram)
             assert list(found.tokens) == expected, (ids, reference, budget, max_ngram, min_ngram)
-            assert drafter.session(ids).propose(budget) == found, "a session that saw the text at once differs"
+            assert drafter.session(ids, GREEDY).propose(budget) == found, "a session that saw the text at once differs"
             without = naive(ids, [], budget, max_ngram, min_ngram)
             kinds["none" if not expected else "own" if expected == without else "reference"] += 1
     assert min(kinds.values()) > 100
@@ -142,7 +145,7 @@ def test_a_draft_says_how_sure_it_is():
     confidences = []
     for size in range(1, 6):
         common = list(range(size))
-        found = drafter.session([9, *common, 50, 51, 52, 8, *common]).propose(3)
+        found = drafter.session([9, *common, 50, 51, 52, 8, *common], GREEDY).propose(3)
         assert found.tokens == (50, 51, 52)
         assert found.drafter == "ngram"
         assert found.parents is None
@@ -150,24 +153,24 @@ def test_a_draft_says_how_sure_it_is():
         confidences.append(found.confidences[0])
     assert confidences == sorted(set(confidences))
     assert 0 < confidences[0] < confidences[-1] <= 1
-    assert drafter.session([1, 2]).propose(3) == Draft(drafter="ngram")
+    assert drafter.session([1, 2], GREEDY).propose(3) == Draft(drafter="ngram")
 
 
 def test_sessions_know_nothing_of_each_other():
     drafter = NgramDrafter(reference=[5, 6, 7])
-    first, second = drafter.session([1, 2, 3]), drafter.session([4])
+    first, second = drafter.session([1, 2, 3], GREEDY), drafter.session([4], GREEDY)
     first.observe([1, 2])
     second.observe([1, 2])
     assert first.propose(1).tokens == (3,)
     assert second.propose(1).tokens == ()
     second.observe([5, 6])
     assert second.propose(1).tokens == (7,)
-    assert drafter.session([1, 2]).propose(1).tokens == ()
+    assert drafter.session([1, 2], GREEDY).propose(1).tokens == ()
 
 
 def test_what_the_caller_does_with_its_lists_changes_nothing():
     prompt, reference = [1, 2, 3, 1, 2], [7, 8, 9]
-    session = NgramDrafter(reference=reference).session(prompt)
+    session = NgramDrafter(reference=reference).session(prompt, GREEDY)
     prompt.clear()
     reference.clear()
     assert session.propose(1).tokens == (3,)
@@ -207,7 +210,7 @@ def test_a_lookup_costs_the_same_whatever_the_length(length):
     rng = random.Random(2)
     ids = [rng.randrange(10**6) for _ in range(length)]
     reference = [10**6 + i for i in range(length)]
-    session = NgramDrafter(reference=reference).session(ids)
+    session = NgramDrafter(reference=reference).session(ids, GREEDY)
     indexes = (session._own, session._reference)
     for index in indexes:
         index.ids, index._follows = Watched(index.ids), Counted(index._follows)
@@ -226,14 +229,3 @@ def test_options_that_cannot_work_are_named(low, high):
 
 def test_one_size_is_enough():
     assert letters(draft("abcXbcYabc", 1, min_ngram=3, max_ngram=3)) == "X"
-
-
-def test_it_is_found_by_its_name():
-    assert isinstance(resolve("ngram"), NgramDrafter)
-    assert "ngram" in DRAFTERS
-    assert resolve("none") is None
-    assert resolve(None) is None
-    own = NgramDrafter()
-    assert resolve(own) is own
-    with pytest.raises(OptionError, match="drafter='ngramm': must be one of ngram, none"):
-        resolve("ngramm")

@@ -20,9 +20,11 @@ def record(
     target_s: float = 0.0,
     verify_s: float = 0.0,
     total_s: float = 0.0,
+    drafter: str = "ngram",
+    errors: tuple[str, ...] = (),
 ) -> RoundRecord:
     return RoundRecord(
-        drafter="ngram",
+        drafter=drafter,
         drafted=drafted,
         depth=drafted if depth is None else depth,
         accepted=accepted,
@@ -33,6 +35,7 @@ def record(
         target_s=target_s,
         verify_s=verify_s,
         total_s=total_s,
+        errors=errors,
     )
 
 
@@ -42,6 +45,8 @@ def test_plain_decoding_is_one_token_per_target_call_and_has_no_acceptance() -> 
     assert stats.acceptance_rate is None, "nothing was drafted: unknown, not zero"
     assert stats.per_position_acceptance == ()
     assert stats.mean_drafted == 0
+    assert stats.mean_draft_length is None
+    assert stats.by_drafter == {}
     assert stats.rounds_without_draft == 1.0
 
 
@@ -51,7 +56,28 @@ def test_counts_and_their_ratios() -> None:
     assert stats.acceptance_rate == 0.6
     assert stats.tokens_per_target_call == 2.5, "the target token counts"
     assert stats.mean_drafted == 2.5, "the round without a draft counts"
+    assert stats.mean_draft_length == pytest.approx(10 / 3), "it doesn't"
     assert stats.rounds_without_draft == 0.25
+
+
+def test_each_drafter_has_its_share() -> None:
+    rounds = (record(4, 1, drafter="suffix"), record(2, 2), record(drafter=""), record(3, 0, drafter="suffix"))
+    stats = Stats(rounds, ttft_s=1.0, total_s=5.0)
+    assert stats.by_drafter == {
+        "suffix": {"rounds": 2, "drafted": 7, "accepted": 1},
+        "ngram": {"rounds": 1, "drafted": 2, "accepted": 2},
+    }
+    assert "" not in stats.by_drafter, "a round without a draft is nobody's"
+    for name in ("drafted", "accepted"):
+        assert sum(share[name] for share in stats.by_drafter.values()) == getattr(stats, name)
+
+
+def test_errors_are_those_of_every_round_in_order() -> None:
+    rounds = (record(errors=("a: x", "b: y")), record(), record(errors=("c: z",)))
+    stats = Stats(rounds, ttft_s=1.0, total_s=5.0)
+    assert stats.errors == ("a: x", "b: y", "c: z")
+    assert Stats.merge([stats, stats]).errors == stats.errors * 2
+    assert Stats((record(),), ttft_s=1.0, total_s=1.0).errors == ()
 
 
 def test_per_position_acceptance_is_conditional_on_reaching_the_position() -> None:
@@ -157,16 +183,26 @@ def test_spread_has_quartiles_from_four_values_on() -> None:
 
 
 def test_as_dict_is_json_and_has_every_metric() -> None:
-    stats = Stats((record(3, 2, target_s=1.0, total_s=2.0), record()), ttft_s=1.0, total_s=2.5)
+    failed = record(drafter="", errors=("suffix: ValueError: no",))
+    stats = Stats((record(3, 2, target_s=1.0, total_s=2.0), failed), ttft_s=1.0, total_s=2.5)
     data = json.loads(json.dumps(stats.as_dict(), allow_nan=False))
     for name, value in data.items():
         have = getattr(stats, name)
         assert value == (list(have) if isinstance(have, tuple) else have), name
     assert data["tokens_per_target_call"] == 2.0
     assert data["tpot_s"] == 1.5
+    assert data["by_drafter"] == {"ngram": {"rounds": 1, "drafted": 3, "accepted": 2}}
+    assert data["errors"] == ["suffix: ValueError: no"]
 
 
 def test_nothing_done_has_no_metrics_and_no_errors() -> None:
     data = Stats((), ttft_s=0.0, total_s=0.0).as_dict()
-    for name in ("acceptance_rate", "tokens_per_target_call", "mean_drafted", "tpot_s", "overhead"):
+    for name in (
+        "acceptance_rate",
+        "tokens_per_target_call",
+        "mean_drafted",
+        "mean_draft_length",
+        "tpot_s",
+        "overhead",
+    ):
         assert data[name] is None, name

@@ -8,7 +8,7 @@ import json
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,8 +17,9 @@ import typer
 
 if TYPE_CHECKING:
     from sakiyomi.bench import Evaluation, Quality
+    from sakiyomi.drafters.suffix import SuffixDrafter
     from sakiyomi.engine import Token
-    from sakiyomi.llm import LLM, Prompt
+    from sakiyomi.llm import LLM, Prompt, Speculation
     from sakiyomi.stats import Stats
 
 app = typer.Typer(
@@ -30,11 +31,18 @@ app = typer.Typer(
     help="Speculative decoding that is exact: reads ahead, never changes the text.",
 )
 
+DRAFTERS = ("suffix", "ngram")  # of the registry, which would import torch; a test compares
+_AUTO = "auto"
+
 Model = Annotated[
     str,
     typer.Option(
         "--model", "-m", help="A known name (smollm2-135m), a Hugging Face folder, a hub id, or a .gguf file."
     ),
+]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(help="A smaller model to draft with, named as --model is; its tokenizer may be another."),
 ]
 Dtype = Annotated[str, typer.Option(help="auto (bf16 wherever that is faster, else fp32), bf16, or fp32.")]
 Weights = Annotated[
@@ -97,12 +105,31 @@ def generate(
     model: Model = "smollm2-135m",
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
-    drafter: Annotated[str, typer.Option("--drafter", "-d", help="ngram, or none for plain decoding.")] = "ngram",
+    drafter: Annotated[
+        str,
+        typer.Option(
+            "--drafter",
+            "-d",
+            help=f"{', '.join(DRAFTERS)}, model (--draft-model), several joined with +, or none: plain decoding. "
+            "auto: suffix (without the compiled core: ngram), and model where there is one.",
+        ),
+    ] = _AUTO,
     num_speculative_tokens: Annotated[
-        int, typer.Option("--num-speculative-tokens", "-k", help="Tokens to draft in a round.")
-    ] = 7,
+        str,
+        typer.Option(
+            "--num-speculative-tokens",
+            "-k",
+            metavar="NUMBER|auto",
+            help="Tokens to draft in a round, 0: plain decoding. auto: as many as pay.",
+        ),
+    ] = _AUTO,
+    draft_model: DraftModel = None,
     reference: Annotated[
-        Path | None, typer.Option(help="A text file that the ngram drafter looks things up in too.")
+        Path | None, typer.Option(help="A text file that the drafters suffix and ngram look things up in too.")
+    ] = None,
+    memory: Annotated[
+        Path | None,
+        typer.Option(help="A file in which the drafter suffix keeps what it remembers, from answer to answer."),
     ] = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
@@ -146,12 +173,13 @@ def generate(
     text = _read_stdin() if prompt == "-" else prompt
     if not text:  # as a message it would be answered
         raise PromptError("prompt: is empty; give at least one character")
-    looked_up = None if reference is None else _read_reference(reference, drafter)
-    llm = _load(model, dtype, weights, kernels, context_length, threads, drafter, num_speculative_tokens)
-    if looked_up is not None:
-        from sakiyomi.drafters import NgramDrafter
-
-        llm.drafter = NgramDrafter(reference=llm.tokenizer.encode(looked_up, special=False))
+    k = _draft_length(num_speculative_tokens)
+    names = _drafter_names([drafter], draft_model)
+    looked_up = None if reference is None else _read_reference(reference, names, drafter)
+    if memory is not None:
+        _check_memory(memory, names, drafter)
+    llm = _load(model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model)
+    setting, suffix = _speculation(llm, names, drafter, k, looked_up, memory)
     given: Prompt = text
     if not raw and llm.tokenizer.chat_template is not None:
         given = [{"role": "system", "content": system}] if system else []
@@ -160,16 +188,93 @@ def generate(
         raise OptionError(
             f"--system {system!r}: needs the chat template, which {'--raw' if raw else model} goes without"
         )
-    if as_json:
-        generation = llm.generate(given, params)
-        print(json.dumps(_generation_dict(generation)))  # ASCII: valid in any encoding
-        return
-    measured = _stream(llm, given, params, show_drafts)
+    with _warnings_in_one_line(later=True), _kept(suffix, memory):
+        if as_json:
+            generation = llm.generate(given, params, speculation=setting)
+            print(json.dumps(_generation_dict(generation)))  # ASCII: valid in any encoding
+            return
+        measured = _stream(llm, given, params, show_drafts, setting)
     if stats:
         _print_stats(measured, llm.exactness)
 
 
-def _stream(llm: LLM, prompt: Prompt, params: Any, show_drafts: bool) -> Stats:
+def _draft_length(text: str) -> int | None:
+    """Return the number of tokens to draft, None for as many as pay."""
+    from sakiyomi.errors import OptionError
+
+    if text == _AUTO:
+        return None
+    if text.isascii() and text.isdigit() and len(text) <= 9:
+        return int(text)
+    raise OptionError(
+        f"--num-speculative-tokens {text}: must be a number (0: plain decoding), or auto (as many as pay)"
+    )
+
+
+def _drafter_names(specs: Sequence[str], draft_model: str | None) -> tuple[str, ...]:
+    """Return the drafters that these options name; what is wrong here should not cost the time of loading."""
+    from sakiyomi import drafters
+    from sakiyomi.errors import OptionError
+
+    names = [name for spec in specs for name in drafters.parse(spec, draft_model=draft_model is not None)]
+    if draft_model is not None and drafters.MODEL not in names:
+        raise OptionError(f"--draft-model {draft_model}: --drafter {', '.join(specs)} goes without; add +model to it")
+    return tuple(dict.fromkeys(names))
+
+
+def _speculation(
+    llm: LLM, names: Sequence[str], drafter: str, k: int | None, looked_up: str | None, memory: Path | None
+) -> tuple[Speculation | None, SuffixDrafter | None]:
+    """Return a setting whose drafters have the reference and the memory, and the one that remembers.
+
+    None where there is neither: the model's own setting is as good.
+    """
+    from dataclasses import replace
+
+    from sakiyomi.drafters import NgramDrafter
+
+    setting = None if looked_up is None and memory is None else llm.speculation(drafter, k)
+    if setting is None:
+        return None, None
+    ids = () if looked_up is None else llm.tokenizer.encode(looked_up, special=False)
+    made = dict(zip(names, setting.drafters, strict=True))
+    suffix = _suffix_drafter(memory, ids) if "suffix" in made else None
+    if suffix:
+        made["suffix"] = suffix
+    if "ngram" in made:
+        made["ngram"] = NgramDrafter(reference=ids)
+    return replace(setting, drafters=tuple(made.values())), suffix
+
+
+def _suffix_drafter(memory: Path | None, reference: Sequence[int] = ()) -> SuffixDrafter:
+    """Return a drafter that remembers what a file holds, if there is one."""
+    from sakiyomi.drafters.suffix import SuffixDrafter
+    from sakiyomi.errors import OptionError
+
+    if memory is None or not memory.exists():
+        return SuffixDrafter(reference=reference)
+    try:
+        return SuffixDrafter.load(memory, reference=reference)
+    except OptionError as error:
+        raise OptionError(f"--memory {error}") from None
+
+
+@contextmanager
+def _kept(drafter: SuffixDrafter | None, memory: Path | None) -> Iterator[None]:
+    """Save what a drafter remembers in the end, also where the end is Ctrl-C."""
+    from sakiyomi.errors import OptionError
+
+    try:
+        yield
+    finally:
+        if drafter is not None and memory is not None:
+            try:
+                drafter.save(memory)
+            except OptionError as error:
+                raise OptionError(f"--memory {error}") from None
+
+
+def _stream(llm: LLM, prompt: Prompt, params: Any, show_drafts: bool, setting: Speculation | None) -> Stats:
     """Print an answer as it comes and return what was measured."""
     import time
 
@@ -180,7 +285,7 @@ def _stream(llm: LLM, prompt: Prompt, params: Any, show_drafts: bool) -> Stats:
     console = Console()  # to be asked only: printing, it would change the text
     colour = console.color_system not in (None, "windows") and not console.no_color
     began, first, records = time.perf_counter(), 0.0, []
-    chunks = llm.stream(prompt, params)
+    chunks = llm.stream(prompt, params, speculation=setting)
     try:
         for chunk in chunks:
             records.append(chunk.record)
@@ -213,6 +318,12 @@ def _print_stats(stats: Stats, exactness: str) -> None:
         ("tokens per target call", show(stats.tokens_per_target_call, ".2f")),
         ("acceptance rate", f"{show(stats.acceptance_rate, '.0%')} of {stats.drafted} drafted"),
         ("acceptance by position", " ".join(f"{a:.0%}" for a in stats.per_position_acceptance) or "–"),
+        (
+            "draft tokens per round",
+            f"{show(stats.mean_drafted, '.1f')} ({show(stats.mean_draft_length, '.1f')} where drafted; "
+            f"none in {show(stats.rounds_without_draft, '.0%')} of rounds)",
+        ),
+        *_drafter_rows(stats),
         ("time to first token", f"{stats.ttft_s * 1e3:.0f} ms"),
         ("time per output token", "–" if stats.tpot_s is None else f"{stats.tpot_s * 1e3:.1f} ms"),
         ("time in rounds", ", ".join(f"{name} {show(part, '.1%')}" for name, part in split.items())),
@@ -221,6 +332,15 @@ def _print_stats(stats: Stats, exactness: str) -> None:
     for row in rows:
         table.add_row(*row)
     Console(stderr=True, highlight=False).print(table)
+
+
+def _drafter_rows(stats: Stats) -> Iterator[tuple[str, str]]:
+    """Yield who drafted what, where several did, and what drafters failed of."""
+    if len(stats.by_drafter) > 1:
+        for name, share in stats.by_drafter.items():
+            yield name, f"{share['accepted']} of {share['drafted']} drafted accepted, in {share['rounds']} rounds"
+    for error in stats.errors:
+        yield "FAILED", error
 
 
 def _generation_dict(generation: Any) -> dict[str, Any]:
@@ -235,7 +355,7 @@ def _generation_dict(generation: Any) -> dict[str, Any]:
 
 
 @app.command(
-    epilog="Example: [bold]sakiyomi bench --workload prompts.jsonl -d ngram -k 3 -k 7 --repeats 3[/bold]",
+    epilog="Example: [bold]sakiyomi bench --workload prompts.jsonl -d suffix+ngram -k 7 -k auto --repeats 3[/bold]",
 )
 def bench(
     model: Model = "smollm2-135m",
@@ -246,12 +366,24 @@ def bench(
     category: Annotated[list[str] | None, typer.Option(help="Only this category. Can be repeated.")] = None,
     per_category: Annotated[int | None, typer.Option(help="At most this many prompts of each category.")] = None,
     drafter: Annotated[
-        list[str] | None, typer.Option("--drafter", "-d", help="A drafter to measure. Can be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--drafter",
+            "-d",
+            help=f"To measure: auto, {', '.join(DRAFTERS)}, model (--draft-model), or several joined with +. "
+            "Can be repeated. Default: auto.",
+        ),
     ] = None,
     num_speculative_tokens: Annotated[
-        list[int] | None,
-        typer.Option("--num-speculative-tokens", "-k", help="Tokens to draft in a round. Can be repeated."),
+        list[str] | None,
+        typer.Option(
+            "--num-speculative-tokens",
+            "-k",
+            metavar="NUMBER|auto",
+            help="Tokens to draft in a round; auto: as many as pay. Can be repeated. Default: 3, 7 and auto.",
+        ),
     ] = None,
+    draft_model: DraftModel = None,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     top_k: TopK = None,
@@ -277,7 +409,7 @@ def bench(
     """
     from rich.console import Console
 
-    from sakiyomi import drafters, targets
+    from sakiyomi import targets
     from sakiyomi.bench import report
     from sakiyomi.bench.runner import Candidate, run_benchmark
     from sakiyomi.bench.workload import builtin_workload, load_workload, select
@@ -287,17 +419,21 @@ def bench(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     )
     prompts = select(load_workload(workload) if workload else builtin_workload(), category, per_category)
-    candidates = [Candidate(d, k) for d in drafter or ["ngram"] for k in num_speculative_tokens or [3, 5, 7]]
-    for candidate in candidates:
-        drafters.resolve(candidate.drafter)  # a wrong name should not cost the time of loading
+    lengths = [_draft_length(each) for each in num_speculative_tokens or ["3", "7", _AUTO]]
+    candidates = [Candidate(spec, k) for spec in drafter or [_AUTO] for k in lengths]
+    _drafter_names(drafter or [_AUTO], draft_model)
     targets.resolve(kernels, weights)
     text = _quality_text(quality_text, weights)
 
-    def load(weights: str) -> LLM:
-        return _load(model, dtype, weights, kernels, context_length, threads, "none", 0)
+    def load(weights: str, spec: str = "none", k: int | None = 0, draft_model: str | None = None) -> LLM:
+        return _load(model, dtype, weights, kernels, context_length, threads, spec, k, draft_model)
 
-    llm, quality = (load(weights), None) if text is None else _load_and_compare(load, weights, *text)
-    with _progress() as progress:
+    def load_all() -> LLM:
+        k = None if None in lengths else 1  # None: with its costs
+        return load(weights, "model" if draft_model else "none", k, draft_model)
+
+    llm, quality = (load_all(), None) if text is None else _load_and_compare(load, load_all, weights, *text)
+    with _warnings_in_one_line(), _progress() as progress:
         result = run_benchmark(llm, prompts, candidates, params, repeats=repeats, seed=seed, progress=progress)
     dtype_name = str(getattr(llm.target, "dtype", "unknown")).removeprefix("torch.")
     facts = report.machine_facts(
@@ -307,6 +443,8 @@ def bench(
         kernels=getattr(llm.target, "kernels", "torch"),
         exactness=llm.exactness,
     )
+    if draft_model:
+        facts["draft model"] = draft_model
     if as_json:
         print(json.dumps(report.as_dict(result, facts, quality)))
     elif markdown:
@@ -316,6 +454,48 @@ def bench(
     if result.partial:
         sys.exit(130)
     if result.differences:
+        sys.exit(1)
+
+
+@app.command(
+    epilog="Example: [bold]sakiyomi check big.gguf small.gguf[/bold]",
+)
+def check(
+    target: Annotated[str, typer.Argument(help="The model whose text is wanted, named as --model is elsewhere.")],
+    draft_model: Annotated[str, typer.Argument(help="The model that might draft for it.")],
+    dtype: Dtype = "auto",
+    weights: Weights = "auto",
+    kernels: Kernels = "auto",
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say whether a model can draft for another, how, and what its drafts cost.
+
+    Loads one after the other and measures them, for about a second each. Exit status 1 where it can't work.
+    """
+    from rich.console import Console
+
+    from sakiyomi import targets
+    from sakiyomi.pairs import Side, compare, render
+
+    targets.resolve(kernels, weights)
+
+    def measured(name: str) -> Side:
+        from sakiyomi.costs import ModelCosts, measure
+
+        gc.collect()  # two models at once may not fit in memory
+        llm = _load(name, dtype, weights, kernels, None, threads, "none", 0, None)
+        with _progress() as progress:
+            progress(0, 1, f"measuring {name}")
+            costs = ModelCosts(measure(llm.target))
+        return Side.of(llm.target, llm.tokenizer, costs)
+
+    pair = compare(measured(target), measured(draft_model))
+    if as_json:
+        print(json.dumps({"target": target, "draft_model": draft_model, **pair.as_dict()}))
+    else:
+        Console(highlight=False).print(render(pair))
+    if pair.problems:
         sys.exit(1)
 
 
@@ -337,7 +517,8 @@ def _load(
     context_length: int | None,
     threads: int | None,
     drafter: str,
-    num_speculative_tokens: int,
+    num_speculative_tokens: int | None,
+    draft_model: str | None,
 ) -> LLM:
     from sakiyomi.errors import OptionError
 
@@ -360,32 +541,45 @@ def _load(
             context_length=context_length,
             drafter=drafter,
             num_speculative_tokens=num_speculative_tokens,
+            draft_model=draft_model,
         )
 
 
 @contextmanager
-def _warnings_in_one_line() -> Iterator[None]:
-    """Show a RuntimeWarning as a line on standard error, without the file and line that raised it."""
+def _warnings_in_one_line(*, later: bool = False) -> Iterator[None]:
+    """Show a RuntimeWarning as a line on standard error, without the file and line that raised it.
+
+    ``later``: in the end, not amid a text that is being written.
+    """
+    lines: list[str] = []
     with warnings.catch_warnings():
         show_otherwise = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-            if issubclass(category, RuntimeWarning):
-                print(f"sakiyomi: {' '.join(str(message).split())}", file=sys.stderr)
-            else:
+            if not issubclass(category, RuntimeWarning):
                 show_otherwise(message, category, *where, **more)
+                return
+            lines.append(f"sakiyomi: {' '.join(str(message).split())}")
+            if not later:
+                print(lines.pop(), file=sys.stderr)
 
         warnings.showwarning = show
-        yield
+        try:
+            yield
+        finally:
+            for line in lines:
+                print(line, file=sys.stderr)
 
 
-def _load_and_compare(load: Callable[[str], LLM], weights: str, text: str, name: str) -> tuple[LLM, Quality]:
-    """Return the model with these weights, and how it compares on a text with the model with its own."""
+def _load_and_compare(
+    load: Callable[[str], LLM], load_all: Callable[[], LLM], weights: str, text: str, name: str
+) -> tuple[LLM, Quality]:
+    """Return the model to measure, with these weights, and how it compares on a text with the model with its own."""
     from sakiyomi.bench.quality import compare
 
     reference = _evaluate(load("auto"), text, "auto")  # kept by no name: two models at once may not fit in memory
     gc.collect()
-    llm = load(weights)
+    llm = load_all()
     return llm, compare(reference, _evaluate(llm, text, weights), text=name)
 
 
@@ -409,12 +603,24 @@ def _read_stdin() -> str:
         raise PromptError(f"prompt -: standard input can't be read as text: {error}") from None
 
 
-def _read_reference(path: Path, drafter: str) -> str:
+def _read_reference(path: Path, names: Sequence[str], drafter: str) -> str:
     from sakiyomi.errors import OptionError
 
-    if drafter != "ngram":
-        raise OptionError(f"--reference {path}: only the ngram drafter uses it; add --drafter ngram")
+    if not {"suffix", "ngram"} & set(names):
+        raise OptionError(f"--reference {path}: --drafter {drafter} doesn't use it; add suffix or ngram to it")
     return _read_text(path, "--reference")
+
+
+def _check_memory(path: Path, names: Sequence[str], drafter: str) -> None:
+    """Find what is wrong with a memory before the model is loaded."""
+    from sakiyomi.errors import OptionError
+
+    if "suffix" not in names:
+        raise OptionError(f"--memory {path}: --drafter {drafter} remembers nothing; add suffix to it")
+    if path.exists():
+        _suffix_drafter(path)
+    elif not path.parent.is_dir():
+        raise OptionError(f"--memory {path}: the folder {path.parent} isn't there; make it first")
 
 
 def _quality_text(path: Path | None, weights: str) -> tuple[str, str] | None:

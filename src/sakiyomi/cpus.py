@@ -1,8 +1,10 @@
-"""How many processors this process may use: its affinity, and the quota of its container."""
+"""The processor's name, and how many this process may use: its affinity, and the quota of its container."""
 
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
 from functools import cache
 from pathlib import Path
 
@@ -39,6 +41,21 @@ def cgroup_quota(root: Path, membership: Path) -> float | None:
                 break
             group = group.parent
     return min(found, default=None)
+
+
+@cache
+def cpu_name() -> str:
+    """Return the processor's own name where the system tells it."""
+    try:
+        if platform.system() == "Darwin":
+            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except (OSError, subprocess.SubprocessError):
+        pass  # the name is a courtesy
+    return platform.processor() or platform.machine()
 
 
 def _read_quota(group: Path) -> float | None:

@@ -1,8 +1,9 @@
 """The round and the loop.
 
-One round, for several sequences together: every drafter proposes, the target computes all proposals in one forward,
-verification says which tokens stand, and what stands is committed. Zero draft tokens is plain decoding, in the same
-round. Between rounds every sequence's memory holds all of its tokens but the last, whose row opens the next round.
+One round, for several sequences together: the policy has drafters propose and says how much of that to check, the
+target computes all drafts in one forward, verification says which tokens stand, and what stands is committed. Zero
+draft tokens is plain decoding, in the same round. Between rounds every sequence's memory holds all of its tokens but
+the last, whose row opens the next round.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from typing import Literal
 
 import torch
 
-from sakiyomi.errors import DrafterError, OptionError, PromptError
+from sakiyomi.drafting import Source, depth
+from sakiyomi.errors import OptionError, PromptError
 from sakiyomi.interfaces import Draft, Drafter, RoundRecord, Target, Work
+from sakiyomi.policy import Checked, Policy
 from sakiyomi.sampling import Chooser, SamplingParams
 from sakiyomi.text import TextStream, Tokenizer
-from sakiyomi.verification import coupled, depth
+from sakiyomi.verification import coupled
 
 FinishReason = Literal["eos", "stop", "length", "context", "error"]
 
@@ -60,8 +63,8 @@ class Request:
         target: Target,
         prompt: Sequence[int],
         params: SamplingParams,
-        drafter: Drafter | None,
-        num_speculative_tokens: int,
+        drafters: Sequence[Drafter],
+        policy: Policy | None,
         tokenizer: Tokenizer | None,
     ) -> None:
         self.ids = list(prompt)
@@ -69,31 +72,34 @@ class Request:
         self.params = params
         self.finish_reason: FinishReason | None = None
         self.sequence = target.new_sequence()
-        self.session = drafter.session(prompt) if drafter and num_speculative_tokens else None
-        self._limit = num_speculative_tokens
+        self.sources = [Source(each, prompt, params, target.vocab_size) for each in drafters] if policy else []
+        self.policy = policy.session(self.sources) if policy and self.sources else None
         self._context_length = target.context_length
-        self._vocab_size = target.vocab_size
         self._eos_ids = frozenset() if params.ignore_eos or tokenizer is None else tokenizer.eos_ids
         self.chooser = Chooser(params, prompt, target.vocab_size, self._eos_ids)
         self._text = TextStream(tokenizer, prompt, params.stop) if tokenizer else None
+        self._reported: set[str] = set()
 
     @property
     def generated(self) -> int:
         """Number of output tokens so far."""
         return len(self.ids) - self.prompt_length
 
-    def draft(self) -> Draft:
-        """Return the drafter's proposal, no longer than what could still become output besides the target token.
+    def draft(self, rows: int) -> Draft:
+        """Return what to check, no longer than what could still become output besides the target token.
 
-        Raises DrafterError for what can't be a draft.
+        ``rows``: rows of the coming forward that are there anyway.
         """
         left = min(self.params.max_new_tokens - self.generated, self._context_length - len(self.ids)) - 1
-        budget = min(self._limit, left)
-        if self.session is None or budget < 1:
+        if self.policy is None or left < 1:
             return Draft()
-        draft = self.session.propose(budget)
-        _check(draft, budget, self._vocab_size)
-        return draft
+        return self.policy.draft(left, self.sequence.length, rows)
+
+    def new_errors(self) -> tuple[str, ...]:
+        """Return what drafters failed of since this was last asked."""
+        new = {each.name: each.error for each in self.sources if each.error and each.name not in self._reported}
+        self._reported.update(new)
+        return tuple(f"{name}: {error}" for name, error in new.items())
 
     def commit(self, token: int, drafter: str | None) -> Token:
         """Append a token to the output and decide whether it is the last."""
@@ -123,12 +129,13 @@ class Engine:
         self,
         prompt: Sequence[int],
         params: SamplingParams,
-        drafter: Drafter | None = None,
-        num_speculative_tokens: int = 0,
+        drafters: Sequence[Drafter] = (),
+        policy: Policy | None = None,
     ) -> Request:
-        """Return a request ready for rounds. Raises PromptError or OptionError where it can't be run."""
-        if num_speculative_tokens < 0:
-            raise OptionError(f"num_speculative_tokens={num_speculative_tokens}: must be 0 (plain decoding) or more")
+        """Return a request ready for rounds; without drafters or a policy, of plain decoding.
+
+        Raises PromptError or OptionError where it can't be run.
+        """
         if params.stop and self._tokenizer is None:
             raise OptionError(f"stop={params.stop!r}: needs a tokenizer; use stop_token_ids")
         if not prompt:
@@ -144,7 +151,7 @@ class Engine:
             raise PromptError("prompt: token ids must be integers") from None
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             raise PromptError(f"prompt: token ids must be in 0..{vocab_size - 1}")
-        return Request(self.target, prompt, params, drafter, num_speculative_tokens, self._tokenizer)
+        return Request(self.target, prompt, params, drafters, policy, self._tokenizer)
 
     def run(self, request: Request) -> Iterator[Chunk]:
         """Yield one request's chunks until it is finished."""
@@ -157,50 +164,54 @@ class Engine:
     def round(self, requests: Sequence[Request]) -> list[Chunk | Exception]:
         """Run one round of unfinished requests together and return what each gained.
 
-        Where a request fails (a processor or a drafter raises), its entry is the error, it is finished, and the others
-        go on. An error of the target itself is raised and leaves every request as it was.
+        Where a request fails (a processor raises), its entry is the error, it is finished, and the others go on. A
+        drafter that fails ends no request. An error of the target itself is raised and leaves every request as it was.
         """
         if not requests:
             return []
         assert len(set(requests)) == len(requests)
         assert all(request.finish_reason is None for request in requests)
         began = time.perf_counter()
-        failures: dict[int, Exception] = {}
-        drafts: list[Draft] = []
-        for i, request in enumerate(requests):
-            try:
-                drafts.append(request.draft())
-            except Exception as error:
-                failures[i] = error
-                drafts.append(Draft())
-        drafted = time.perf_counter()
         target_s = self._prefill(requests)
+        prefilled = time.perf_counter()
         contexts = [request.sequence.length for request in requests]
+        rows = sum(len(request.ids) - context for request, context in zip(requests, contexts, strict=True))
+        drafts: list[Draft] = []
+        for request in requests:
+            drafts.append(request.draft(rows))
+            rows += len(drafts[-1])
         work = [_work(request, draft) for request, draft in zip(requests, drafts, strict=True)]
         called = time.perf_counter()
         outputs = self.target.forward(work)
         computed = time.perf_counter()
-        target_s += computed - called
-        committed: list[tuple[Token, ...]] = []
+        forward_s = computed - called
+        committed: list[_Committed] = []
+        failures: dict[int, Exception] = {}
         for i, (request, draft, output) in enumerate(zip(requests, drafts, outputs, strict=True)):
             try:
-                committed.append(_commit(request, draft, output.logits, contexts[i]) if i not in failures else ())
+                committed.append(_commit(request, draft, output.logits, contexts[i]))
             except Exception as error:
                 failures[i] = error
-                committed.append(())
+                committed.append(_Committed((), ()))
         verified = time.perf_counter()
-        for i, (request, tokens) in enumerate(zip(requests, committed, strict=True)):
-            if request.session is None or i in failures or request.finish_reason:
+        for i, (request, draft, done) in enumerate(zip(requests, drafts, committed, strict=True)):
+            if request.policy is None or i in failures:
                 continue
-            try:
-                request.session.observe([token.id for token in tokens])
-            except Exception as error:
-                failures[i] = error
-        observed = time.perf_counter()
-        depths = [depth(draft) for draft in drafts]
+            for source in request.sources:
+                source.observe([token.id for token in done.tokens])
+            request.policy.observe(
+                Checked(
+                    draft=draft,
+                    accepted=done.accepted,
+                    emitted=len(done.tokens),
+                    rows=len(work[i].tokens),
+                    context=contexts[i],
+                    seconds=forward_s if len(requests) == 1 else None,
+                )
+            )
         ended = time.perf_counter()
         results: list[Chunk | Exception] = []
-        for i, (request, draft, tokens) in enumerate(zip(requests, drafts, committed, strict=True)):
+        for i, (request, draft, done) in enumerate(zip(requests, drafts, committed, strict=True)):
             if i in failures:
                 request.finish_reason = "error"
                 results.append(failures[i])
@@ -208,17 +219,18 @@ class Engine:
             record = RoundRecord(
                 drafter=draft.drafter,
                 drafted=len(draft),
-                depth=depths[i],
-                accepted=sum(token.drafter is not None for token in tokens),
-                emitted=len(tokens),
+                depth=depth(draft),
+                accepted=len(done.accepted),
+                emitted=len(done.tokens),
                 rows=len(work[i].tokens),
                 context=contexts[i],
-                draft_s=(drafted - began) + (observed - verified),
-                target_s=target_s,
+                draft_s=(called - prefilled) + (ended - verified),
+                target_s=target_s + forward_s,
                 verify_s=verified - computed,
                 total_s=ended - began,
+                errors=request.new_errors(),
             )
-            results.append(Chunk(tokens, request.finish_reason, record))
+            results.append(Chunk(done.tokens, request.finish_reason, record))
         return results
 
     def _prefill(self, requests: Sequence[Request]) -> float:
@@ -237,21 +249,12 @@ class Engine:
             seconds += time.perf_counter() - called
 
 
-def _check(draft: Draft, budget: int, vocab_size: int) -> None:
-    """Raise DrafterError unless the target can compute this draft."""
+@dataclass(frozen=True, slots=True)
+class _Committed:
+    """What one round added to a sequence: its tokens, and which draft tokens are among them."""
 
-    def refuse(what: str) -> None:
-        raise DrafterError(f"drafter {draft.drafter!r} {what}")
-
-    if any(type(token) is not int or not 0 <= token < vocab_size for token in draft.tokens):
-        refuse(f"proposed {draft.tokens}: token ids must be ints in 0..{vocab_size - 1}")
-    if draft.parents is not None:
-        if len(draft.parents) != len(draft):
-            refuse(f"gave {len(draft.parents)} parents for {len(draft)} tokens")
-        if any(not -1 <= parent < i for i, parent in enumerate(draft.parents)):
-            refuse(f"gave parents {draft.parents}: each must be -1 or the index of a token before")
-    if depth(draft) > budget:
-        refuse(f"proposed {depth(draft)} tokens in a row: at most {budget} were asked for")
+    tokens: tuple[Token, ...]
+    accepted: tuple[int, ...]
 
 
 def _work(request: Request, draft: Draft) -> Work:
@@ -264,16 +267,16 @@ def _work(request: Request, draft: Draft) -> Work:
     return Work(request.sequence, [*missing, *draft.tokens], parents, 1 + len(draft))
 
 
-def _commit(request: Request, draft: Draft, logits: torch.Tensor, context: int) -> tuple[Token, ...]:
+def _commit(request: Request, draft: Draft, logits: torch.Tensor, context: int) -> _Committed:
     """Verify a draft, append what stands to the request, and roll its memory back to that."""
     missing = len(request.ids) - context
-    kept = list(range(missing))
+    accepted: list[int] = []
     tokens: list[Token] = []
     for token, index in coupled(draft, logits, request.chooser):
         tokens.append(request.commit(token, None if index is None else draft.drafter))
         if index is not None:
-            kept.append(missing + index)
+            accepted.append(index)
         if request.finish_reason:
             break
-    request.sequence.keep(context, kept)
-    return tuple(tokens)
+    request.sequence.keep(context, [*range(missing), *(missing + index for index in accepted)])
+    return _Committed(tuple(tokens), tuple(accepted))

@@ -7,11 +7,14 @@ sequence already holds. In a chain, row i has the parent i - 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from sakiyomi.sampling import SamplingParams
 
 Exactness = Literal["bit-exact", "numerics"]
 
@@ -21,7 +24,8 @@ class Draft:
     """Tokens proposed to follow what a sequence holds.
 
     ``parents[i] < i`` is the index of the draft token before token i, -1 for a first token; None for a chain.
-    ``confidences`` are in (0, 1], one per token.
+    ``confidences``, one per token, are in (0, 1]: how likely it is, to the drafter, that the token stands if those
+    before it on its path do.
     """
 
     tokens: tuple[int, ...] = ()
@@ -100,11 +104,34 @@ class Target(Protocol):
         """Append the rows of every work to its sequence and compute them in one pass."""
 
 
+GoOn = Callable[[float], bool]
+"""Asked by a drafter that pays for every token, with the confidence of the one just drafted: is another worth it?"""
+
+
+def always(confidence: float) -> bool:
+    """Go on, whatever the confidence."""
+    return True
+
+
+class Costs(Protocol):
+    """What a forward of a model costs."""
+
+    def seconds(self, rows: int, context: int) -> float:
+        """Return the seconds of a forward of so many rows of a sequence that holds ``context`` tokens."""
+
+
 class DraftSession(Protocol):
     """A drafter's state for one sequence."""
 
-    def propose(self, budget: int) -> Draft:
-        """Propose what follows the tokens observed, at most ``budget`` in a row; nothing where there is no guess."""
+    @property
+    def unread(self) -> int:
+        """Tokens that the drafter's model must compute before it can draft; 0 for a drafter without a model."""
+
+    def propose(self, budget: int, go_on: GoOn = always) -> Draft:
+        """Propose what follows the tokens observed, at most ``budget`` in a row; nothing where there is no guess.
+
+        A drafter whose tokens cost something asks ``go_on`` after each, and stops where the answer is no.
+        """
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Take note of tokens that the sequence gained for good."""
@@ -117,8 +144,12 @@ class Drafter(Protocol):
     def name(self) -> str:
         """The name in options, records and output."""
 
-    def session(self, prompt: Sequence[int]) -> DraftSession:
-        """Begin a sequence with these token ids."""
+    @property
+    def costs(self) -> Costs | None:
+        """What its model costs; None for a drafter without one, whose drafts are nearly free."""
+
+    def session(self, prompt: Sequence[int], params: SamplingParams) -> DraftSession:
+        """Begin a sequence with these token ids, whose tokens the target will choose by ``params``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +159,7 @@ class RoundRecord:
     ``drafted`` tokens were checked, ``accepted`` of them stood (along one path), ``emitted`` tokens became
     output (fewer than accepted + 1 where a stop cut the round). ``rows`` is the number of rows in the target's
     forward for this sequence, ``context`` the tokens it held before. ``depth`` is the longest drafted path.
+    ``errors``: of drafters that failed in this round and are left out from then on.
     """
 
     drafter: str
@@ -141,3 +173,4 @@ class RoundRecord:
     target_s: float
     verify_s: float
     total_s: float
+    errors: tuple[str, ...] = ()

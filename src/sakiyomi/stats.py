@@ -117,9 +117,31 @@ class Stats:
         return ratio(self.drafted, len(self.records))
 
     @property
+    def mean_draft_length(self) -> float | None:
+        """Draft tokens per round that checked any; of a tree, those of every branch."""
+        return ratio(self.drafted, sum(record.drafted > 0 for record in self.records))
+
+    @property
     def rounds_without_draft(self) -> float | None:
         """Share of rounds that checked no draft token."""
         return ratio(sum(record.drafted == 0 for record in self.records), len(self.records))
+
+    @property
+    def by_drafter(self) -> dict[str, dict[str, int]]:
+        """For each drafter whose drafts were checked: in how many ``rounds``, tokens ``drafted`` and ``accepted``."""
+        shares: dict[str, dict[str, int]] = {}
+        for record in self.records:
+            if record.drafted:
+                share = shares.setdefault(record.drafter, {"rounds": 0, "drafted": 0, "accepted": 0})
+                share["rounds"] += 1
+                share["drafted"] += record.drafted
+                share["accepted"] += record.accepted
+        return shares
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """What drafters failed of, in the order of the rounds."""
+        return tuple(error for record in self.records for error in record.errors)
 
     @property
     def decode_s(self) -> float:
@@ -192,7 +214,9 @@ class Stats:
             "per_position_acceptance": list(self.per_position_acceptance),
             "tokens_per_target_call": self.tokens_per_target_call,
             "mean_drafted": self.mean_drafted,
+            "mean_draft_length": self.mean_draft_length,
             "rounds_without_draft": self.rounds_without_draft,
+            "by_drafter": self.by_drafter,
             "ttft_s": self.ttft_s,
             "tpot_s": self.tpot_s,
             "total_s": self.total_s,
@@ -202,6 +226,7 @@ class Stats:
             "rest_s": self.rest_s,
             "time_split": self.time_split,
             "overhead": self.overhead,
+            "errors": list(self.errors),
         }
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from sakiyomi.interfaces import Draft
@@ -45,13 +43,3 @@ def _children(draft: Draft) -> dict[tuple[int, int], int]:
     for index, (parent, token) in enumerate(zip(parents, draft.tokens, strict=True)):
         children.setdefault((parent, token), index)
     return children
-
-
-def depth(draft: Draft) -> int:
-    """Return the length of the longest path in a draft."""
-    if draft.parents is None:
-        return len(draft)
-    depths: npt.NDArray[np.int64] = np.zeros(len(draft) + 1, dtype=np.int64)
-    for index, parent in enumerate(draft.parents):
-        depths[index] = depths[parent] + 1  # the last entry stays 0: it is the parent -1
-    return int(depths.max())

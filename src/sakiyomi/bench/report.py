@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 from rich import box
@@ -19,6 +17,7 @@ from rich.text import Text
 
 from sakiyomi.bench.quality import Quality
 from sakiyomi.bench.runner import PLAIN, BenchResult, Summary
+from sakiyomi.cpus import cpu_name
 from sakiyomi.interfaces import Exactness
 from sakiyomi.stats import Spread
 
@@ -47,7 +46,7 @@ def machine_facts(
         "kernels": kernels,
         "exactness": exactness,
         "device": device,
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count() or 0,
         "system": f"{platform.system()} {platform.machine()}",
@@ -64,7 +63,7 @@ def render(result: BenchResult, facts: Facts | None = None, quality: Quality | N
     """Return what ``rich.print`` shows: one table with a group of rows per category, then what to note."""
     # Cells fold where the screen is narrow: a cut figure is worse than an ugly one.
     table = Table(title=_headline(result), title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column("case", overflow="fold", min_width=15)
+    table.add_column("case", overflow="fold", min_width=14)
     table.add_column("speed-up\nspread", justify="right", overflow="fold")
     table.add_column("verdict", overflow="fold")
     for header in (
@@ -72,15 +71,18 @@ def render(result: BenchResult, facts: Facts | None = None, quality: Quality | N
         "TTFT\nms",
         "tokens\n/call",
         "accep-\ntance",
-        "over-\nhead",
-        "iden-\ntical",
+        "drafted\n/round",
+        "no\ndraft",
     ):
         table.add_column(header, justify="right", overflow="fold")
+    differing = any(each.identical < each.compared for each in result.summaries)
+    if differing:  # else a note says it
+        table.add_column("iden-\ntical", justify="right", overflow="fold")
     for category, summaries in _groups(result):
         table.add_section()
         table.add_row(Text(f"{category} ({summaries[0].prompts})", style="bold"))
         for each in summaries:
-            table.add_row(*_row(each))
+            table.add_row(*_row(each)[: len(table.columns)])
     parts: list[Table | Text] = [table] if result.summaries else [Text(_headline(result))]
     parts.extend(Text(note, style="bold red" if loud else "") for loud, note in _notes(result, facts, quality))
     return Group(*parts)
@@ -90,8 +92,8 @@ def markdown(result: BenchResult, facts: Facts | None = None, quality: Quality |
     """Return a Markdown table and its notes, for a README."""
     lines = [
         "| category | case | speed-up, spread | verdict | TPOT ms | tokens per target call "
-        "| acceptance rate | overhead | identical |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| acceptance rate | drafted per round | per draft | rounds without draft | overhead | identical |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for category, summaries in _groups(result):
         for each in summaries:
@@ -103,6 +105,9 @@ def markdown(result: BenchResult, facts: Facts | None = None, quality: Quality |
                 _milliseconds(each.tpot_s, 1),
                 _number(each.tokens_per_target_call, 2),
                 _percent(each.acceptance_rate),
+                "" if each.case == PLAIN else _number(each.mean_drafted, 1),
+                "" if each.case == PLAIN else _number(each.mean_draft_length, 1),
+                "" if each.case == PLAIN else _percent(each.rounds_without_draft),
                 _percent(each.overhead),
                 f"{each.identical}/{each.compared}",
             )
@@ -160,7 +165,8 @@ def _row(summary: Summary) -> list[Text]:
         Text(_milliseconds(summary.ttft_s, 0)),
         Text(_number(summary.tokens_per_target_call, 2)),
         Text(_percent(summary.acceptance_rate)),
-        Text(_percent(summary.overhead)),
+        Text("" if plain else _number(summary.mean_drafted, 1)),
+        Text("" if plain else _percent(summary.rounds_without_draft)),
         Text(
             f"{summary.identical}/{summary.compared}",
             style="bold red" if summary.identical < summary.compared else "",
@@ -194,6 +200,8 @@ def _notes(result: BenchResult, facts: Facts | None, quality: Quality | None) ->
             f"DIFFERENT: {each.case}, prompt {each.prompt_id}, repeat {each.repeat + 1}: "
             f"first at token {each.position}, where {tokens}.",
         )
+    for case, (count, errors) in _failures(result).items():
+        yield True, f"FAILED: {case}, in {count} answers, which went on without it: {'; '.join(errors)}"
     compared = sum(each.compared for each in result.summaries if each.category is None and each.case != PLAIN)
     if compared and not result.differences:
         yield (
@@ -206,6 +214,13 @@ def _notes(result: BenchResult, facts: Facts | None, quality: Quality | None) ->
             "Speed-up = plain TPOT / speculative TPOT: the median over paired prompts, and the quartiles "
             "(fewer than 4 prompts: lowest and highest). Unclear: that spread includes 1, or fewer than 3 prompts.",
         )
+    for summary in result.summaries:
+        if summary.category is None and summary.case != PLAIN:
+            yield (
+                False,
+                f"Total time of plain / {summary.case}: {_number(summary.total_time_ratio, 2)} over all prompts; "
+                f"the worst prompt {_number(summary.worst_total_time_ratio, 2)}.",
+            )
     if quality:
         yield (
             False,
@@ -215,6 +230,16 @@ def _notes(result: BenchResult, facts: Facts | None, quality: Quality | None) ->
         )
     if facts:
         yield False, ", ".join(f"{name}: {value}" for name, value in facts.items())
+
+
+def _failures(result: BenchResult) -> dict[str, tuple[int, list[str]]]:
+    """Return for each case in which drafters failed in how many answers, and of what."""
+    failures: dict[str, tuple[int, list[str]]] = {}
+    for each in result.measurements:
+        if errors := each.stats.errors:
+            count, known = failures.get(each.case, (0, []))
+            failures[each.case] = count + 1, list(dict.fromkeys((*known, *errors)))
+    return failures
 
 
 def _spread(value: Spread | None) -> str:
@@ -237,17 +262,3 @@ def _percent(value: float | None) -> str:
 
 def _escape(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
-
-
-def _cpu_name() -> str:
-    """Return the processor's own name where the system tells it."""
-    try:
-        if platform.system() == "Darwin":
-            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=5).stdout.strip()
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except (OSError, subprocess.SubprocessError):
-        pass  # the name is a courtesy
-    return platform.processor() or platform.machine()

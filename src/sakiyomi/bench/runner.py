@@ -7,7 +7,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from sakiyomi.bench.workload import Prompt
 from sakiyomi.errors import OptionError, PromptError
@@ -33,8 +33,15 @@ class BenchGeneration(Protocol):
         """Its rounds and times."""
 
 
-class BenchLLM(Protocol):
+Setting = TypeVar("Setting")
+"""A ``Speculation``: drafters and a policy, with all that they have learned."""
+
+
+class BenchLLM(Protocol[Setting]):
     """What the benchmark calls of an ``LLM``."""
+
+    def speculation(self, drafter: str, num_speculative_tokens: int | None, /) -> Setting | None:
+        """Return a setting that has learned nothing; None is plain decoding."""
 
     def generate(
         self,
@@ -42,29 +49,36 @@ class BenchLLM(Protocol):
         params: SamplingParams,
         /,
         *,
-        drafter: str | None = ...,
-        num_speculative_tokens: int = ...,
+        drafter: None,
+        speculation: Setting | None,
     ) -> BenchGeneration:
-        """Answer one prompt; ``drafter=None`` is plain decoding."""
+        """Answer one prompt; without a setting, by plain decoding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A drafter and a draft length to measure. Raises OptionError where they can't work."""
+    """What to measure: a drafter, or several joined with +, and the tokens to draft in a round; None: as many as pay.
+
+    Raises OptionError where they can't work.
+    """
 
     drafter: str
-    num_speculative_tokens: int
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.drafter in ("", "none", PLAIN):
             raise OptionError(f"drafter={self.drafter!r}: must name a drafter; plain decoding is always measured")
-        if self.num_speculative_tokens < 1:
-            raise OptionError(f"num_speculative_tokens={self.num_speculative_tokens}: must be at least 1")
+        if self.num_speculative_tokens is not None and self.num_speculative_tokens < 1:
+            raise OptionError(
+                f"num_speculative_tokens={self.num_speculative_tokens}: must be at least 1, or None (as many as pay); "
+                "plain decoding is always measured"
+            )
 
     @property
     def name(self) -> str:
-        """The name in results, like ``ngram k=5``."""
-        return f"{self.drafter} k={self.num_speculative_tokens}"
+        """The name in results, like ``ngram k=5`` or ``suffix+ngram adaptive``."""
+        k = self.num_speculative_tokens
+        return f"{self.drafter} {'adaptive' if k is None else f'k={k}'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +119,8 @@ class Summary:
 
     Counts are pooled. Times are first, for each prompt, the median over repeats: ``tpot_s`` and ``ttft_s``
     spread these over prompts, ``speedup`` spreads plain TPOT / TPOT over prompts, ``total_time_ratio`` is the
-    sum of plain total times / the sum of total times. For both ratios, above 1 is faster than plain.
+    sum of plain total times / the sum of total times, ``worst_total_time_ratio`` the lowest that this is of one
+    prompt. For these ratios, above 1 is faster than plain.
     ``identical`` of ``compared`` prompts gave the plain output in every repeat.
     """
 
@@ -116,11 +131,14 @@ class Summary:
     per_position_acceptance: tuple[float, ...]
     tokens_per_target_call: float | None
     mean_drafted: float | None
+    mean_draft_length: float | None
+    rounds_without_draft: float | None
     overhead: float | None
     tpot_s: Spread | None
     ttft_s: Spread | None
     speedup: Spread | None
     total_time_ratio: float | None
+    worst_total_time_ratio: float | None
     identical: int
     compared: int
 
@@ -151,7 +169,7 @@ class BenchResult:
 
 
 def run_benchmark(
-    llm: BenchLLM,
+    llm: BenchLLM[Setting],
     prompts: Sequence[Prompt],
     candidates: Sequence[Candidate],
     params: SamplingParams | None = None,
@@ -163,9 +181,10 @@ def run_benchmark(
     """Measure plain decoding and every candidate on every prompt, and compare their output.
 
     Each prompt is answered by all cases one after another, in an order that changes (by ``seed``) from prompt
-    to prompt, so that a machine that drifts is unfair to none. An interrupt (Ctrl-C) ends the run with what
-    is measured so far. A prompt that can't be answered is skipped and reported. Raises OptionError for
-    options that can't work, PromptError if no prompt at all can be answered.
+    to prompt, so that a machine that drifts is unfair to none. What a candidate learns it keeps from prompt to
+    prompt, as in real use, but not from one repeat to the next, where it would remember the very answers.
+    An interrupt (Ctrl-C) ends the run with what is measured so far. A prompt that can't be answered is skipped
+    and reported. Raises OptionError for options that can't work, PromptError if no prompt at all can be answered.
     """
     cases: dict[str, Candidate | None] = {PLAIN: None, **{each.name: each for each in candidates}}
     if repeats < 1:
@@ -186,13 +205,15 @@ def run_benchmark(
     orders = _orders(list(cases), seed)
     try:
         report(0, total, "warm-up")
-        _warm_up(llm, prompts, cases, params)
+        _warm_up(llm, prompts, _settings(llm, cases), params)
         for block, (repeat, prompt) in enumerate(itertools.product(range(repeats), prompts)):
+            if block % len(prompts) == 0:
+                settings = _settings(llm, cases)
             if prompt.id in skipped:
                 continue
             for i, case in enumerate(next(orders)):
                 try:
-                    generation = _generate(llm, prompt, cases[case], params)
+                    generation = llm.generate(prompt.input, params, drafter=None, speculation=settings[case])
                 except PromptError as error:
                     skipped[prompt.id] = Skipped(prompt.id, str(error))
                     break
@@ -226,27 +247,27 @@ def run_benchmark(
     )
 
 
-def _generate(llm: BenchLLM, prompt: Prompt, candidate: Candidate | None, params: SamplingParams) -> BenchGeneration:
-    if candidate is None:
-        return llm.generate(prompt.input, params, drafter=None)
-    return llm.generate(
-        prompt.input,
-        params,
-        drafter=candidate.drafter,
-        num_speculative_tokens=candidate.num_speculative_tokens,
-    )
+def _settings(llm: BenchLLM[Setting], cases: dict[str, Candidate | None]) -> dict[str, Setting | None]:
+    """Return a setting for each case that has learned nothing, None for plain decoding."""
+    settings: dict[str, Setting | None] = {}
+    for case, candidate in cases.items():
+        settings[case] = None
+        if candidate:
+            settings[case] = llm.speculation(candidate.drafter, candidate.num_speculative_tokens)
+            assert settings[case] is not None, "a candidate drafts"
+    return settings
 
 
 def _warm_up(
-    llm: BenchLLM, prompts: Sequence[Prompt], cases: dict[str, Candidate | None], params: SamplingParams
+    llm: BenchLLM[Setting], prompts: Sequence[Prompt], settings: dict[str, Setting | None], params: SamplingParams
 ) -> None:
     """Answer one prompt briefly in every case, so that loading and first calls are in no measurement."""
     tokens = min(params.max_new_tokens, WARM_UP_TOKENS)
     brief = replace(params, max_new_tokens=tokens, min_new_tokens=min(params.min_new_tokens, tokens))
     for prompt in prompts:
         try:
-            for candidate in cases.values():
-                _generate(llm, prompt, candidate, brief)
+            for setting in settings.values():
+                llm.generate(prompt.input, brief, drafter=None, speculation=setting)
         except PromptError:  # reported when its turn comes
             continue
         return
@@ -332,6 +353,7 @@ def _summary(
     different: set[tuple[str, str]],
 ) -> Summary:
     pooled = Stats.merge(each.stats for each in rows if each.case == case)
+    total_ratios = [ratio(plain[prompt_id].total_s, each.total_s) for prompt_id, each in times.items()]
     return Summary(
         category=category,
         case=case,
@@ -340,6 +362,8 @@ def _summary(
         per_position_acceptance=pooled.per_position_acceptance,
         tokens_per_target_call=pooled.tokens_per_target_call,
         mean_drafted=pooled.mean_drafted,
+        mean_draft_length=pooled.mean_draft_length,
+        rounds_without_draft=pooled.rounds_without_draft,
         overhead=pooled.overhead,
         tpot_s=spread(each.tpot_s for each in times.values()),
         ttft_s=spread(each.ttft_s for each in times.values()),
@@ -347,6 +371,7 @@ def _summary(
         total_time_ratio=ratio(
             sum(each.total_s for each in plain.values()), sum(each.total_s for each in times.values())
         ),
+        worst_total_time_ratio=min((each for each in total_ratios if each is not None), default=None),
         identical=sum((prompt_id, case) not in different for prompt_id in times),
         compared=len(times),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from sakiyomi.errors import OptionError
 
 Format = Literal["fp32", "bf16", "int8"]
 FORMATS: dict[Format, int] = {"fp32": 0, "bf16": 1, "int8": 2}
-_VERSION = 1
+_VERSION = 2
 _BLOCK = 32  # outputs are padded to a multiple of this
 _NAMES = {"darwin": "libsakiyomi_core.dylib", "win32": "sakiyomi_core.dll"}
 
@@ -83,6 +83,17 @@ class Batch(ctypes.Structure):
     )
 
 
+class DraftOptions(ctypes.Structure):
+    """``saki_draft``: how a suffix trie drafts."""
+
+    _fields_ = (
+        ("budget", c_int64),
+        ("min_survival", c_double),
+        ("tree", c_int32),
+        ("max_tokens", c_int64),
+    )
+
+
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "saki_version": (c_int32, ()),
     "saki_error": (c_char_p, ()),
@@ -108,6 +119,35 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "saki_sequence_bytes": (c_int64, (c_void_p,)),
     "saki_sequence_keep": (None, (c_void_p, c_int64, c_void_p, c_int64)),
     "saki_forward": (c_int32, (c_void_p, POINTER(Batch), c_int32)),
+    "saki_trie_new": (c_int32, (c_int64, c_int64, POINTER(c_void_p))),
+    "saki_trie_free": (None, (c_void_p,)),
+    "saki_trie_size": (c_int64, (c_void_p,)),
+    "saki_trie_nodes": (c_int64, (c_void_p,)),
+    "saki_trie_bytes": (c_int64, (c_void_p,)),
+    "saki_trie_begin": (c_int32, (c_void_p, POINTER(c_int64))),
+    "saki_trie_append": (c_int32, (c_void_p, c_int64, c_void_p, c_int64)),
+    "saki_trie_end": (c_int32, (c_void_p, c_int64)),
+    "saki_trie_count": (c_int64, (c_void_p, c_void_p, c_int64)),
+    "saki_trie_following": (
+        c_int32,
+        (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, POINTER(c_int64)),
+    ),
+    "saki_trie_ends": (c_int32, (c_void_p, c_int64, c_void_p, POINTER(c_int64))),
+    "saki_trie_read": (c_int32, (c_void_p, c_void_p, c_void_p)),
+    "saki_trie_draft": (
+        c_int32,
+        (
+            c_void_p,
+            c_int64,
+            c_void_p,
+            c_int64,
+            POINTER(DraftOptions),
+            c_void_p,
+            c_void_p,
+            c_void_p,
+            POINTER(c_int64),
+        ),
+    ),
 }
 
 

@@ -4,27 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from sakiyomi import core
 from sakiyomi.drafters.ngram import NgramDrafter
+from sakiyomi.drafters.suffix import SuffixDrafter
 from sakiyomi.errors import OptionError
 from sakiyomi.interfaces import Drafter
 
 DRAFTERS: Mapping[str, Callable[[], Drafter]] = {
+    "suffix": SuffixDrafter,
     "ngram": NgramDrafter,
 }
+AUTO, MODEL = "auto", "model"
 
 
-def resolve(drafter: str | Drafter | None) -> Drafter | None:
-    """Return the drafter of that name, or the one given; None (or "none") is plain decoding.
+def parse(drafter: str, *, draft_model: bool = False) -> tuple[str, ...]:
+    """Return the names of the drafters that an option stands for: one, or several joined with +; none for "none".
 
-    Raises OptionError for an unknown name.
+    "auto" is the suffix drafter (without the compiled core: ngram) and the draft model, where there is one.
+    Raises OptionError for an unknown name, or one that isn't there.
     """
-    if drafter is None or drafter == "none":
-        return None
-    if not isinstance(drafter, str):
-        return drafter
-    if drafter not in DRAFTERS:
-        raise OptionError(f"drafter={drafter!r}: must be one of {', '.join(DRAFTERS)}, none")
-    return DRAFTERS[drafter]()
+    if drafter == "none":
+        return ()
+    if drafter == AUTO:
+        return ("suffix" if core.available() else "ngram", *([MODEL] if draft_model else []))
+    names = tuple(drafter.split("+"))
+    for name in names:
+        if name == MODEL and not draft_model:
+            raise OptionError(f"drafter={drafter!r}: needs a draft model; name one with draft_model")
+        if name not in DRAFTERS and name != MODEL:
+            known = ", ".join((AUTO, *DRAFTERS, MODEL, "none"))
+            raise OptionError(f"drafter={drafter!r}: must be one of {known}, or several joined with +")
+    if len(set(names)) < len(names):
+        raise OptionError(f"drafter={drafter!r}: names a drafter twice")
+    return names
 
 
-__all__ = ["DRAFTERS", "NgramDrafter", "resolve"]
+__all__ = ["AUTO", "DRAFTERS", "MODEL", "NgramDrafter", "SuffixDrafter", "parse"]

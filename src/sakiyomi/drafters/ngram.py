@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sakiyomi.errors import OptionError
-from sakiyomi.interfaces import Draft
+from sakiyomi.interfaces import Draft, GoOn, always
+from sakiyomi.sampling import SamplingParams
 
 
 class NgramDrafter:
@@ -18,6 +19,7 @@ class NgramDrafter:
     """
 
     name = "ngram"
+    costs = None
 
     def __init__(self, *, max_ngram: int = 4, min_ngram: int = 1, reference: Sequence[int] = ()) -> None:
         if not 1 <= min_ngram <= max_ngram:
@@ -26,7 +28,7 @@ class NgramDrafter:
         self._reference = NgramIndex(self._sizes)
         self._reference.extend(reference)
 
-    def session(self, prompt: Sequence[int]) -> NgramSession:
+    def session(self, prompt: Sequence[int], params: SamplingParams) -> NgramSession:
         """Begin a sequence with these token ids."""
         own = NgramIndex(self._sizes)
         own.extend(prompt)
@@ -36,6 +38,8 @@ class NgramDrafter:
 class NgramSession:
     """The lookup state of one sequence."""
 
+    unread = 0
+
     def __init__(self, name: str, own: NgramIndex, reference: NgramIndex) -> None:
         self._name, self._own, self._reference = name, own, reference
 
@@ -43,7 +47,7 @@ class NgramSession:
         """Take note of tokens that the sequence gained."""
         self._own.extend(tokens)
 
-    def propose(self, budget: int) -> Draft:
+    def propose(self, budget: int, go_on: GoOn = always) -> Draft:
         """Return the continuation of the longest match: at most ``budget`` tokens, none without a match."""
         ids = self._own.ids
         for size in self._own.sizes:
@@ -57,8 +61,9 @@ class NgramSession:
             else:
                 tokens = self._reference.continuation(last, budget)
             if tokens:
-                confidence = size / (size + 1)  # a rough guess: longer matches hold more often
-                return Draft(tuple(tokens), None, (confidence,) * len(tokens), self._name)
+                # A rough guess: longer matches hold more often, and a draft that stood so far is a longer match.
+                confidences = tuple((size + i) / (size + i + 1) for i in range(len(tokens)))
+                return Draft(tuple(tokens), None, confidences, self._name)
         return Draft(drafter=self._name)
 
 

@@ -62,6 +62,7 @@ class TorchTarget:
     ) -> None:
         self.config = config
         self.dtype = dtype
+        self.kernels, self.weight_format = "torch", "bf16" if dtype is torch.bfloat16 else "fp32"
         self.context_length = context_length or config.context_length
         with torch.inference_mode():
             read = Reader(weights, dtype)

@@ -1,0 +1,362 @@
+"""The policy against a simulated target, whose costs and acceptance are known, on a clock that only it moves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from sakiyomi import drafting
+from sakiyomi.costs import CostTable, ModelCosts
+from sakiyomi.drafting import Source
+from sakiyomi.errors import OptionError
+from sakiyomi.interfaces import Draft, always
+from sakiyomi.policy import AdaptivePolicy, Checked, FixedPolicy, Policy
+from sakiyomi.sampling import SamplingParams
+
+CHEAP_ROWS = CostTable((1, 8, 33), (1.0, 1.15, 1.9))
+DEAR_ROWS = CostTable((1, 2, 4, 8, 33), (1.0, 1.45, 1.7, 2.6, 9.0))
+FREE_ROWS = CostTable((1, 2), (1.0, 1.0))
+PARAMS = SamplingParams()
+SMALL = 7  # tokens of the simulated vocabulary that are not the right one
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(drafting, "time", made)
+    return made
+
+
+@dataclass
+class Simulated:
+    """A drafter that proposes the right token (0) with a probability that depends on the length of the sequence.
+
+    ``call_s`` and ``token_s`` pass on the clock; with ``costs`` it counts as a model. ``alternative``: how often a
+    second child is right where the first is not; None for no second children.
+    """
+
+    clock: Clock
+    right: Callable[[int], float]
+    name: str = "simulated"
+    confidence: float = 0.8
+    call_s: float = 0.0
+    token_s: float = 0.0
+    costs: ModelCosts | None = None
+    alternative: float | None = None
+    source: random.Random = field(default_factory=lambda: random.Random(1))
+    drafted: int = 0
+
+    def session(self, prompt: Sequence[int], params: SamplingParams) -> SimulatedSession:
+        return SimulatedSession(self, len(prompt))
+
+
+class SimulatedSession:
+    def __init__(self, drafter: Simulated, length: int) -> None:
+        self.drafter, self.length, self.read = drafter, length, 0
+
+    @property
+    def unread(self) -> int:
+        return self.length - self.read if self.drafter.costs else 0
+
+    def propose(self, budget: int, go_on=always) -> Draft:
+        drafter = self.drafter
+        drafter.clock.now += drafter.call_s
+        self.read = self.length
+        tokens: list[int] = []
+        parents: list[int] = []
+        main = -1
+        for _ in range(budget):
+            drafter.clock.now += drafter.token_s
+            right = drafter.source.random() < drafter.right(self.length)
+            parent, main = main, len(tokens)
+            tokens.append(0 if right else 1 + drafter.source.randrange(SMALL))
+            parents.append(parent)
+            drafter.drafted += 1
+            if drafter.alternative is not None:
+                right = not right and drafter.source.random() < drafter.alternative
+                tokens.append(0 if right else SMALL + 1)
+                parents.append(parent)
+            if not go_on(drafter.confidence):
+                break
+        chain = drafter.alternative is None
+        confidences = (drafter.confidence,) * len(tokens)
+        return Draft(tuple(tokens), None if chain else tuple(parents), confidences, drafter.name)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        self.length += len(tokens)
+
+
+@dataclass
+class Outcome:
+    """What a simulated answer took, in units of a plain token's time, first round left out."""
+
+    tokens: int
+    seconds: float
+    drafts: list[Draft]
+
+    @property
+    def speedup(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def mean_k(self) -> float:
+        return sum(map(len, self.drafts)) / len(self.drafts)
+
+    @property
+    def speculated(self) -> float:
+        return sum(bool(draft) for draft in self.drafts) / len(self.drafts)
+
+
+def simulate(
+    policy: Policy,
+    drafters: Sequence[Simulated],
+    clock: Clock,
+    true: CostTable,
+    tokens: int = 1000,
+    prompt: int = 100,
+    noise: random.Random | None = None,
+) -> Outcome:
+    """Run one answer of so many tokens, all of them 0."""
+    costs = ModelCosts(true)
+    sources = [Source(each, [0] * prompt, PARAMS, 100) for each in drafters]
+    session = policy.session(sources)
+    length, written, drafts = prompt, 0, []
+    began = clock.now
+    while written < tokens:
+        rows, context = (1, length - 1) if written else (prompt, 0)
+        left = tokens - written - 1
+        draft = session.draft(left, context, rows) if left else Draft()
+        children: dict[tuple[int, int], int] = {}
+        for i, token in enumerate(draft.tokens):
+            parent = i - 1 if draft.parents is None else draft.parents[i]
+            children.setdefault((parent, token), i)
+        accepted: list[int] = []
+        while len(accepted) < left and (i := children.get((accepted[-1] if accepted else -1, 0))) is not None:
+            accepted.append(i)
+        seconds = costs.seconds(rows + len(draft), context)
+        if noise:
+            seconds *= noise.choice((0.8, 0.9, 1.0, 1.1, 1.3, 2.0))
+        clock.now += seconds
+        emitted = len(accepted) + 1
+        for source in sources:
+            source.observe([0] * emitted)
+        session.observe(Checked(draft, tuple(accepted), emitted, rows + len(draft), context, seconds))
+        if written:
+            drafts.append(draft)
+        else:
+            began = clock.now
+        written += emitted
+        length += emitted
+    return Outcome(tokens - 1, clock.now - began, drafts)
+
+
+def adaptive(table: CostTable) -> AdaptivePolicy:
+    return AdaptivePolicy(ModelCosts(table))
+
+
+def best_fixed(table: CostTable, right: float, one_s: float = 0.0) -> tuple[int, float]:
+    """Return the best number of draft tokens and its speed-up, by Leviathan et al. (2211.17192) with measured costs."""
+    costs = ModelCosts(table)
+    speeds = {
+        k: sum(right**i for i in range(k + 1)) / (costs.seconds(1 + k, 0) + k * one_s) * costs.seconds(1, 0)
+        for k in range(33)
+    }
+    best = max(speeds, key=lambda k: speeds[k])
+    return best, speeds[best]
+
+
+@pytest.mark.parametrize("table", [CHEAP_ROWS, DEAR_ROWS], ids=["cheap rows", "dear rows"])
+@pytest.mark.parametrize("right", [0.3, 0.5, 0.7, 0.8, 0.9, 0.97])
+@pytest.mark.parametrize("confidence", [0.3, 0.95])
+def test_finds_the_best_number_of_tokens_whatever_the_drafter_believes(clock, table, right, confidence):
+    policy = adaptive(table)
+    drafter = Simulated(clock, lambda length: right, confidence=confidence)
+    simulate(policy, [drafter], clock, table, tokens=500)
+    found = simulate(policy, [drafter], clock, table, tokens=6000)
+    _, expected = best_fixed(table, right)
+    assert found.speedup > (0.93 * expected if expected > 1.15 else 0.98), (
+        "it may stay off where there is little to gain"
+    )
+    # Negative control: far from the best number, the same simulation tells.
+    far = simulate(FixedPolicy(24 if right < 0.9 else 1), [drafter], clock, table, tokens=2000)
+    assert far.speedup < 0.95 * expected
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.2, 0.5])
+@pytest.mark.parametrize("right", [0.5, 0.8, 0.95])
+def test_finds_the_best_number_of_tokens_of_a_draft_model(clock, ratio, right):
+    """And doesn't draft what it then doesn't check."""
+    costs = ModelCosts(CostTable((1, 33), (ratio, 1.5 * ratio)))
+    policy = adaptive(CHEAP_ROWS)
+    drafter = Simulated(clock, lambda length: right, confidence=0.7, token_s=ratio, costs=costs)
+    simulate(policy, [drafter], clock, CHEAP_ROWS, tokens=1000)
+    drafter.drafted = 0
+    found = simulate(policy, [drafter], clock, CHEAP_ROWS, tokens=6000)
+    _, expected = best_fixed(CHEAP_ROWS, right, ratio)
+    assert found.speedup > 0.94 * expected
+    assert sum(map(len, found.drafts)) > 0.9 * drafter.drafted
+
+
+@pytest.mark.parametrize("table", [CHEAP_ROWS, DEAR_ROWS], ids=["cheap rows", "dear rows"])
+@pytest.mark.parametrize("right", [0.0, 0.02])
+@pytest.mark.parametrize("confidence", [0.5, 0.99, 1.0])
+def test_turns_off_where_nothing_pays(clock, table, right, confidence):
+    policy = adaptive(table)
+    drafter = Simulated(clock, lambda length: right, confidence=confidence)
+    first = simulate(policy, [drafter], clock, table, tokens=128)
+    later = [simulate(policy, [drafter], clock, table, tokens=128) for _ in range(10)]
+    assert 1 / first.speedup < 1.08
+    assert sum(each.seconds for each in later) / sum(each.tokens for each in later) < 1.02
+    assert later[-1].mean_k < 0.3
+
+
+@pytest.mark.parametrize("ratio", [0.8, 1.0, 3.0])
+def test_never_waits_for_a_model_as_slow_as_the_target(clock, ratio):
+    """Though all of its tokens stand: they cost what they save. Nor does it have it read the prompt to find out."""
+    costs = ModelCosts(CostTable((1, 33), (ratio, 1.85 * ratio)))
+    policy = adaptive(CHEAP_ROWS)
+    drafter = Simulated(clock, lambda length: 1.0, confidence=1.0, token_s=ratio, costs=costs)
+    for _ in range(5):
+        found = simulate(policy, [drafter], clock, CHEAP_ROWS, tokens=128)
+        assert 1 / found.speedup < 1.03
+
+
+@pytest.mark.parametrize("call_s", [0.3, 1.0, 5.0])
+def test_never_waits_for_a_slow_drafter_that_says_nothing_of_its_costs(clock, call_s):
+    policy = adaptive(CHEAP_ROWS)
+    drafter = Simulated(clock, lambda length: 0.1, confidence=0.9, call_s=call_s)
+    outcomes = [simulate(policy, [drafter], clock, CHEAP_ROWS, tokens=128) for _ in range(10)]
+    assert outcomes[0].seconds < 1.03 * outcomes[0].tokens + 2.5 * call_s  # it must be tried to be known
+    assert sum(each.seconds for each in outcomes[1:]) < 1.03 * sum(each.tokens for each in outcomes[1:])
+
+
+@pytest.mark.parametrize("table", [CHEAP_ROWS, DEAR_ROWS], ids=["cheap rows", "dear rows"])
+@pytest.mark.parametrize("worked_before", [False, True])
+def test_recovers_when_the_text_changes(clock, table, worked_before):
+    policy = adaptive(table)
+    if worked_before:
+        simulate(policy, [Simulated(clock, lambda length: 0.9)], clock, table, tokens=400)
+    drafter = Simulated(clock, lambda length: 0.9 if length > 500 else 0.0)
+    found = simulate(policy, [drafter], clock, table, tokens=1400, prompt=100)
+    assert sum(bool(draft) for draft in found.drafts[:400]) < 100
+    late = found.drafts[-50:]
+    assert sum(map(len, late)) / len(late) > 2
+    _, expected = best_fixed(table, 0.9)
+    assert found.seconds < 400 * 1.05 + 1000 / expected + 150
+
+
+def test_the_drafter_that_pays_most_is_heard(clock):
+    """One is right in the first half, the other in the second."""
+    policy = adaptive(CHEAP_ROWS)
+    one = Simulated(clock, lambda length: 0.9 if length < 1000 else 0.1, name="one")
+    other = Simulated(clock, lambda length: 0.1 if length < 1000 else 0.9, name="other", source=random.Random(2))
+    found = simulate(policy, [one, other], clock, CHEAP_ROWS, tokens=2000)
+    half = len(found.drafts) // 2
+    first, second = found.drafts[50 : half - 20], found.drafts[half + 60 :]
+    assert sum(draft.drafter == "one" for draft in first) > 0.8 * len(first)
+    assert sum(draft.drafter == "other" for draft in second) > 0.8 * len(second)
+
+
+def test_a_free_draft_is_taken_before_a_model_is_asked(clock):
+    costs = ModelCosts(CostTable((1, 33), (0.2, 0.3)))
+    policy = adaptive(CHEAP_ROWS)
+    free = Simulated(clock, lambda length: 0.97 if length < 1000 else 0.05, name="free", confidence=0.9)
+    model = Simulated(clock, lambda length: 0.8, name="model", token_s=0.2, costs=costs, source=random.Random(2))
+    found = simulate(policy, [model, free], clock, CHEAP_ROWS, tokens=900)
+    assert sum(draft.drafter == "model" for draft in found.drafts[40:]) < 0.2 * len(found.drafts)
+    found = simulate(policy, [model, free], clock, CHEAP_ROWS, tokens=900, prompt=1000)
+    assert sum(draft.drafter == "model" for draft in found.drafts[40:]) > 0.8 * len(found.drafts[40:])
+
+
+def test_a_second_branch_is_checked_where_it_pays(clock):
+    for table, pays in ((CHEAP_ROWS, True), (DEAR_ROWS, False)):
+        policy = adaptive(table)
+        drafter = Simulated(clock, lambda length: 0.5, confidence=0.6, alternative=0.6)
+        simulate(policy, [drafter], clock, table, tokens=500)
+        found = simulate(policy, [drafter], clock, table, tokens=3000)
+        branching = sum(draft.parents is not None for draft in found.drafts)
+        assert (branching > 0.8 * len(found.drafts)) == pays
+        if pays:
+            assert found.speedup > 1.05 * best_fixed(table, 0.5)[1]
+
+
+def test_branches_have_a_price(clock):
+    table = CostTable(CHEAP_ROWS.rows, CHEAP_ROWS.seconds, branch_s=2.0)
+    drafter = Simulated(clock, lambda length: 0.5, confidence=0.6, alternative=0.6)
+    found = simulate(adaptive(table), [drafter], clock, table, tokens=500)
+    assert not any(draft.parents for draft in found.drafts)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_table_that_is_wrong_costs_little(clock, seed):
+    """It says that rows are free; they aren't, and every measurement is off by up to a factor of two."""
+    policy = adaptive(FREE_ROWS)
+    drafter = Simulated(clock, lambda length: 0.15, confidence=0.9, source=random.Random(seed))
+    plain = simulate(policy, [], clock, DEAR_ROWS, tokens=2000, noise=random.Random(seed))
+    found = simulate(policy, [drafter], clock, DEAR_ROWS, tokens=2000, noise=random.Random(seed))
+    assert found.seconds < 1.15 * plain.seconds
+
+
+def test_the_model_reads_no_prompt_before_the_first_token(clock):
+    costs = ModelCosts(CostTable((1, 33), (0.1, 0.15)))
+    drafter = Simulated(clock, lambda length: 0.9, token_s=0.1, costs=costs)
+    policy = adaptive(CHEAP_ROWS)
+    session = policy.session([Source(drafter, [0] * 100, PARAMS, 100)])
+    assert session.draft(50, 0, 100) == Draft()
+    session.observe(Checked(Draft(), (), 1, 100, 0, 1.0))
+    assert session.draft(49, 100, 1)
+
+
+@pytest.mark.parametrize("left", [1, 2, 3])
+@pytest.mark.parametrize("policy", [FixedPolicy(7), adaptive(FREE_ROWS)], ids=["fixed", "adaptive"])
+def test_never_more_than_is_left(clock, policy, left):
+    drafter = Simulated(clock, lambda length: 1.0)
+    session = policy.session([Source(drafter, [0] * 10, PARAMS, 100)])
+    assert 1 <= len(session.draft(left, 9, 1)) <= left
+
+
+def test_fixed_takes_the_likeliest_tokens_of_a_tree(clock):
+    class Tree:
+        name, costs, unread = "tree", None, 0
+
+        def session(self, prompt, params):
+            return self
+
+        def propose(self, budget, go_on=always):
+            return Draft((1, 2, 3, 4, 5), (-1, -1, 0, 1, 2), (0.9, 0.4, 0.5, 0.9, 0.1), "tree")
+
+    session = FixedPolicy(3).session([Source(Tree(), [0], PARAMS, 100)])
+    assert session.draft(9, 0, 1) == Draft((1, 2, 3), (-1, -1, 0), (0.9, 0.4, 0.5), "tree")
+    session = FixedPolicy(4).session([Source(Tree(), [0], PARAMS, 100)])
+    assert session.draft(9, 0, 1) == Draft((1, 2, 3, 4), (-1, -1, 0, 1), (0.9, 0.4, 0.5, 0.9), "tree")
+
+
+def test_fixed_asks_a_model_only_where_there_is_no_other_guess(clock):
+    class Guess(Simulated):
+        def session(self, prompt, params):
+            made = super().session(prompt, params)
+            works = made.propose
+            made.propose = lambda *rest: works(*rest) if made.length % 2 else Draft()
+            return made
+
+    model = Simulated(clock, lambda length: 1.0, name="model", costs=ModelCosts(FREE_ROWS))
+    found = simulate(FixedPolicy(2), [model, Guess(clock, lambda length: 0.0, name="guess")], clock, FREE_ROWS, 500)
+    names = [draft.drafter for draft in found.drafts]
+    assert {"guess", "model"} == set(filter(None, names))
+    assert model.drafted == 2 * names.count("model") + 2, "one draft is the first round's"
+
+
+def test_fixed_numbers_below_one_are_refused():
+    with pytest.raises(OptionError, match="num_speculative_tokens=0: must be at least 1"):
+        FixedPolicy(0)
