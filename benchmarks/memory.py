@@ -33,9 +33,10 @@ def main() -> None:
     llm = load(args.model, dtype=args.dtype, kernels=args.kernels)
     loaded = peak_mb()
     prompt = "Write down everything you know about lighthouses, and then say it all again. " * 16
-    request = llm.engine.request(
-        llm.encode(prompt), SamplingParams(max_new_tokens=args.tokens, ignore_eos=True), llm.drafter, 5
-    )
+    setting = llm.speculation()
+    assert setting
+    params = SamplingParams(max_new_tokens=args.tokens, ignore_eos=True)
+    request = llm.engine.request(llm.encode(prompt), params, setting.drafters, setting.policy)
     for _ in llm.engine.run(request):
         pass
     weights = open_weights(resolve(args.model))

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.configuration import set_hypothesis_home_dir
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -16,6 +18,13 @@ from sakiyomi.targets.compiled import CompiledTarget
 from sakiyomi.targets.decoder import DecoderConfig
 from sakiyomi.targets.pytorch import TorchTarget
 from sakiyomi.text import Tokenizer
+
+# The same examples in every run, without a clock, and without files.
+settings.register_profile(
+    "same", derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+)
+settings.load_profile("same")
+set_hypothesis_home_dir(os.devnull)
 
 VOCAB = 320
 COMMON = {

@@ -155,7 +155,11 @@ def test_options_of_a_call_override_those_of_the_object(llm):
     [
         (lambda llm: llm.stream(""), PromptError, "prompt: is empty"),
         (lambda llm: llm.stream([]), PromptError, "messages: the list is empty"),
-        (lambda llm: llm.stream("x", drafter="ngrm"), OptionError, "drafter='ngrm': must be one of auto, suffix, ngram"),
+        (
+            lambda llm: llm.stream("x", drafter="ngrm"),
+            OptionError,
+            "drafter='ngrm': must be one of auto, suffix",
+        ),
         (lambda llm: llm.stream("x", num_speculative_tokens=-2), OptionError, "num_speculative_tokens=-2"),
         (lambda llm: llm.stream("word " * 9000), PromptError, "9000 tokens leave no room|tokens leave no room"),
         (lambda llm: load("smollm2-135m", dtype="fp16"), OptionError, "dtype='fp16': must be one of auto, bf16, fp32"),

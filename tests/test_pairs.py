@@ -65,7 +65,7 @@ def test_the_same_tokenizer():
 
 def test_filling_makes_no_other_tokenizer():
     target, draft = joined(600), joined(600)
-    draft._fast.add_tokens(["[PAD1]", "[PAD2]"])
+    draft.fast.add_tokens(["[PAD1]", "[PAD2]"])
     assert pair(target, draft).way == pair(draft, target).way == "same"
 
 
@@ -87,10 +87,28 @@ def test_other_tokenizers(draft, way):
 def test_the_same_tokens_merged_otherwise_are_another_tokenizer():
     draft = joined(600)
     merges = [(a, b) for b in "zyxwvutsrqponmlkjihgfedcba" for a in "abcdefghijklmnopqrstuvw"]
-    vocab = {t: i for t, i in draft._fast.get_vocab().items() if t != "<eos>"}
-    draft._fast.model = models.BPE(vocab=vocab, merges=[m for m in merges if m[0] + m[1] in vocab])
+    vocab = {t: i for t, i in draft.fast.get_vocab().items() if t != "<eos>"}
+    draft.fast.model = models.BPE(vocab=vocab, merges=[m for m in merges if m[0] + m[1] in vocab])
     found = pair(joined(600), draft)
     assert (found.way, found.overlap) == ("common", 1.0)
+
+
+def test_two_tokens_that_changed_places_make_another_tokenizer():
+    draft = joined(600)
+    vocab = {t: i for t, i in draft.fast.get_vocab().items() if t != "<eos>"}
+    merges = [(t[0], t[1]) for t in vocab if vocab[t] >= 256]
+    vocab["qj"], vocab["qk"] = vocab["qk"], vocab["qj"]
+    draft.fast.model = models.BPE(vocab=vocab, merges=sorted(merges))
+    assert pair(joined(600), draft).way == "common"
+
+
+def test_tokens_that_one_lacks_make_another_tokenizer():
+    draft = joined(600)
+    vocab = {t: i for t, i in draft.fast.get_vocab().items() if i < 840}
+    merges = sorted((t[0], t[1]) for t, i in vocab.items() if i >= 256)
+    draft.fast.model = models.BPE(vocab=vocab, merges=merges)
+    found = pair(joined(600), draft)
+    assert (found.way, found.common_tokens) == ("common", 841)
 
 
 def test_contexts():
@@ -130,7 +148,7 @@ def test_special_tokens_and_ends():
 def test_a_tokenizer_that_loses_text():
     assert "doesn't give back any text" in pair(joined(600), lossy()).problems[0]
     letters = joined(100)
-    letters._fast.normalizer = normalizers.Lowercase()
+    letters.fast.normalizer = normalizers.Lowercase()
     found = pair(joined(600), letters)
     assert found.problems == ()
     assert 'changes some texts, such as "The quick' in found.warnings[0]
@@ -153,7 +171,7 @@ def test_what_a_loaded_model_tells(kernels):
 def test_what_a_folder_tells(tmp_path):
     reference = make_reference("qwen2-tied")
     reference.config.save_pretrained(tmp_path)
-    byte_tokenizer()._fast.save(str(tmp_path / "tokenizer.json"))
+    byte_tokenizer().fast.save(str(tmp_path / "tokenizer.json"))
     side = Side.from_folder(tmp_path)
     matrices = sum(p.numel() for name, p in reference.named_parameters() if p.dim() == 2 and "lm_head" not in name)
     assert (side.vocab_size, side.context_length, side.weight_bytes) == (VOCAB, 1024, 2 * matrices)
@@ -180,7 +198,7 @@ def test_the_drafter_that_suits(llama: Target):
 
     same, costs = byte_tokenizer(), Seconds(1.0)
     other = byte_tokenizer()
-    other._fast.model = models.BPE(vocab={c: 255 - i for c, i in other._fast.get_vocab().items() if i < 256}, merges=[])
+    other.fast.model = models.BPE(vocab={c: 255 - i for c, i in other.fast.get_vocab().items() if i < 256}, merges=[])
     assert type(drafter(same, costs=costs)) is ModelDrafter
     assert drafter(same, costs=costs).costs is costs
     assert type(drafter(same, "common")) is CommonDrafter

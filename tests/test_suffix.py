@@ -16,9 +16,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.configuration import set_hypothesis_home_dir
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -32,16 +31,6 @@ from sakiyomi.sampling import SamplingParams
 SANITIZED = "SAKIYOMI_CORE_LIBRARY" in os.environ  # slow, and it wants a lot of address space
 PARAMS = SamplingParams()
 pytestmark = pytest.mark.skipif(not core.available(), reason="the compiled core isn't there")
-settings.register_profile(
-    "suffix",
-    derandomize=True,
-    database=None,
-    deadline=None,
-    max_examples=40 if SANITIZED else 200,
-    suppress_health_check=list(HealthCheck),
-)
-settings.load_profile("suffix")
-set_hypothesis_home_dir(os.devnull)  # where no files can be left
 
 
 class Naive:
@@ -201,6 +190,7 @@ def compare(trie: SuffixTrie, naive: Naive, numbers: dict[int, int]) -> None:
 # -- the trie
 
 
+@settings(max_examples=40 if SANITIZED else 200)
 @given(growth, st.integers(2, 9), st.one_of(st.none(), st.integers(1, 40)), st.sets(st.integers(0, 30)))
 def test_a_trie_counts_as_if_everything_were_counted_anew(steps, depth, max_tokens, ends):
     """Texts that grow in turns, of which some end and others begin; the oldest tokens are forgotten."""

@@ -201,7 +201,7 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text(tokenizer):
             lengths.append(len(ids))
             return super().decode(ids, special=special)
 
-    counting = Counting(tokenizer._fast, {}, [], None)
+    counting = Counting(tokenizer.fast, {}, [], None)
     text = "日本語 and so on. " * 100
     assert streamed(counting, byte_ids(text.encode()), byte_ids(b"x" * 3000)) == text
     assert max(lengths[1:]) < 50  # the first is the prompt, once
@@ -462,7 +462,7 @@ def test_text_that_is_not_unicode_is_a_prompt_error(tokenizer):
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with a tokenizer.json and nothing else."""
-    byte_tokenizer()._fast.save(str(tmp_path / "tokenizer.json"))
+    byte_tokenizer().fast.save(str(tmp_path / "tokenizer.json"))
     return tmp_path
 
 
@@ -511,7 +511,7 @@ def test_where_the_chat_template_comes_from(folder):
 
 def test_settings_of_the_tokenizer_do_not_shorten_or_fill_up(folder):
     """tokenizer.json may hold the truncation and padding of somebody's training."""
-    fast = byte_tokenizer()._fast
+    fast = byte_tokenizer().fast
     fast.enable_truncation(3)
     fast.enable_padding(length=50)
     fast.save(str(folder / "tokenizer.json"))
@@ -522,7 +522,7 @@ def test_settings_of_the_tokenizer_do_not_shorten_or_fill_up(folder):
 def test_what_a_model_puts_around_a_text_can_be_left_out(folder):
     from tokenizers import processors
 
-    fast = byte_tokenizer()._fast
+    fast = byte_tokenizer().fast
     fast.post_processor = processors.TemplateProcessing(single="<eos> $0", special_tokens=[("<eos>", 256)])
     fast.save(str(folder / "tokenizer.json"))
     tokenizer = Tokenizer.from_folder(folder)

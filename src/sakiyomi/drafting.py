@@ -117,3 +117,14 @@ def chosen(draft: Draft, indices: Sequence[int]) -> Draft:
         if parents == tuple(range(-1, count - 1)):
             parents = None
     return Draft(tokens, parents, confidences, draft.drafter)
+
+
+def first_path(draft: Draft) -> Draft:
+    """Return the chain of first children of a draft."""
+    if draft.parents is None:
+        return draft
+    path: list[int] = []
+    for index, parent in enumerate(draft.parents):
+        if parent == (path[-1] if path else -1):
+            path.append(index)
+    return chosen(draft, path)

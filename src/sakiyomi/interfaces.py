@@ -119,6 +119,9 @@ class Costs(Protocol):
     def seconds(self, rows: int, context: int) -> float:
         """Return the seconds of a forward of so many rows of a sequence that holds ``context`` tokens."""
 
+    def observe(self, rows: int, context: int, seconds: float) -> None:
+        """Take note of what a forward took."""
+
 
 class DraftSession(Protocol):
     """A drafter's state for one sequence."""

@@ -236,7 +236,7 @@ def _special(ours: Mapping[str, int], theirs: Mapping[str, int], target: Tokeniz
     """Return the special tokens that are not the same in both."""
     found: list[str] = []
     for tokenizer in (target, draft):
-        added = tokenizer._fast.get_added_tokens_decoder().values()
+        added = tokenizer.fast.get_added_tokens_decoder().values()
         found += [token.content for token in added if ours.get(token.content) != theirs.get(token.content)]
     return list(dict.fromkeys(found))
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from sakiyomi.acceptance import Acceptance, Odds
 from sakiyomi.costs import ModelCosts
-from sakiyomi.drafting import Source, chosen, depth
+from sakiyomi.drafting import Source, chosen, depth, first_path
 from sakiyomi.errors import OptionError
 from sakiyomi.interfaces import Draft, GoOn, always
 
@@ -64,7 +64,7 @@ class FixedPolicy:
     """Always drafts ``num_speculative_tokens`` where there is a guess.
 
     Of several drafters without a model the one that is surest of itself drafts; one with a model where they have no
-    guess. Of a draft with branches, the likeliest tokens are taken. Raises OptionError below 1.
+    guess. Of a draft with branches, the first path is taken. Raises OptionError below 1.
     """
 
     def __init__(self, num_speculative_tokens: int) -> None:
@@ -90,11 +90,9 @@ class FixedSession:
         for source in sorted(self._sources, key=lambda each: each.costs is not None):
             if source.costs is not None and best:
                 break
-            draft = source.propose(count)
-            survivals = _survivals(draft, draft.confidences)
-            order = _likeliest(survivals)[:count]
-            if (total := sum(survivals[i] for i in order)) > most:
-                best, most = chosen(draft, sorted(order)), total
+            draft = first_path(source.propose(count))
+            if (total := sum(_survivals(draft, draft.confidences))) > most:
+                best, most = draft, total
         return best
 
     def observe(self, checked: Checked) -> None:
@@ -239,7 +237,9 @@ class AdaptiveSession:
         for member in costly if self._rounds > 1 else ():  # the first token shouldn't wait for a model to read
             times = _DraftTimes.of(member, context)
             if _outlook(member, times, prices, limit) > best.value:
-                plan = _plan(self._ask(member, limit, _Stop(member, times, prices)), member, prices)
+                draft = self._ask(member, limit, _Stop(member, times, prices))
+                times.correct(member.source, context, depth(draft))
+                plan = _plan(draft, member, prices)
                 if plan.value > best.value:
                     best = plan
             elif not best.draft and member.may_probe(times.once + times.first + prices.seconds(1)):
@@ -256,14 +256,16 @@ class AdaptiveSession:
         costs, draft, context = self._costs, checked.draft, checked.context
         plain_s, elapsed = costs.seconds(1, context), costs.seconds(self._plain_rows, context)
         expected = costs.seconds(self._plain_rows + len(draft), context)
-        took = expected
-        if checked.seconds is not None and context:
-            took = min(checked.seconds, 2 * expected)  # beyond, something else happened
+        lost = self._draft_s
+        if draft:
+            lost += expected - elapsed - max(0, checked.emitted - 1) * plain_s
+        if checked.seconds is not None and self._rounds > 1:  # the first is of a prompt
+            if draft:
+                lost += min(checked.seconds, 2 * expected) - expected  # beyond, something else happened
             if draft.parents is None:
                 costs.observe(checked.rows, context, checked.seconds)
-        took += self._draft_s
         for ledger in self._ledgers:
-            ledger.add(elapsed, took - elapsed - max(0, checked.emitted - 1) * plain_s if draft else 0.0, plain_s)
+            ledger.add(elapsed, lost, plain_s)
         self._since_plain = self._since_plain + 1 if draft else 0
         if self._rounds > 1:
             self._tokens = self._tokens * _RECENT + checked.emitted
@@ -324,6 +326,12 @@ class _DraftTimes:
         unread = member.source.unread
         first = costs.seconds(max(1, min(unread, 2)), context)
         return cls(first, costs.seconds(1, context), costs.seconds(max(1, unread), context) - first)
+
+    def correct(self, source: Source, context: int, forwards: int) -> None:
+        """Tell a model's costs what so many forwards took, the first of which read what was unread."""
+        if source.costs and forwards:
+            factor = source.seconds / (self.once + self.first + (forwards - 1) * self.next)
+            source.costs.observe(1, context, factor * self.next)
 
 
 def _outlook(member: _Member, times: _DraftTimes, prices: _Prices, limit: int) -> float:

@@ -23,7 +23,8 @@ Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 class Tokenizer:
     """A model folder's tokenizer.json with the settings around it.
 
-    ``eos_ids``: every id that ends an answer. ``chat_template`` is None where the model has none.
+    ``fast``: the tokenizer itself, of the tokenizers package. ``eos_ids``: every id that ends an answer.
+    ``chat_template`` is None where the model has none.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Tokenizer:
         eos_ids: Sequence[int],
         chat_template: str | None,
     ) -> None:
-        self._fast = fast
+        self.fast = fast
         self._settings = settings
         self.eos_ids = frozenset(eos_ids)
         self.chat_template = chat_template
@@ -62,14 +63,14 @@ class Tokenizer:
         Raises PromptError for text that isn't valid Unicode.
         """
         try:
-            ids: list[int] = self._fast.encode(text, add_special_tokens=special).ids
+            ids: list[int] = self.fast.encode(text, add_special_tokens=special).ids
         except TypeError:  # what the library makes of half a surrogate pair: JSON escapes and arguments can hold one
             raise PromptError("prompt: isn't valid Unicode text; encode it as UTF-8") from None
         return ids
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Return the text of token ids; ``special`` shows special tokens too."""
-        text: str = self._fast.decode(list(ids), skip_special_tokens=not special)
+        text: str = self.fast.decode(list(ids), skip_special_tokens=not special)
         return text
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:

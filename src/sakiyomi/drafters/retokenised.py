@@ -30,7 +30,7 @@ def vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
     The spelling is that of byte-level BPE (a character for each byte); SentencePiece's is converted to it. Other kinds,
     and added tokens, are left as they are.
     """
-    fast = tokenizer._fast
+    fast = tokenizer.fast
     spelled: dict[str, int] = fast.get_vocab(with_added_tokens=True)
     decoder = fast.decoder.__getstate__() if fast.decoder else b""
     if b'"ByteFallback"' not in decoder and b'"Metaspace"' not in decoder:
@@ -67,14 +67,15 @@ def common_tokens(target: Tokenizer, draft: Tokenizer) -> tuple[Ids, Ids]:
 class Retold:
     """A sequence of the target's tokens as text, and the text as tokens of the draft model.
 
-    ``ids``: the draft model's. ``recent``: the last target tokens whose text that is, never beginning inside a
-    character. ``pending``: target tokens after them that end inside a character, whose text is held back until it is
-    complete. Both ends stay open: text that follows may join with the last tokens of the draft tokenizer, so they are
-    encoded again with it, and only what is further back is settled.
+    ``ids``: the draft model's. ``recent``: the last target tokens whose text that is. ``pending``: target tokens after
+    them that end inside a character, whose text is held back until it is complete. Text that follows may join with the
+    last tokens of the draft tokenizer, so these stay open: they are encoded again with it, and only what is further
+    back is settled.
     """
 
     _OPEN = 16  # tokens that stay open, at least
     _UNFINISHED = 3  # most bytes, so most tokens, of an unfinished character
+    _CONTEXT = 8  # tokens that text is encoded after
 
     def __init__(self, target: Tokenizer, draft: Tokenizer, prompt: Sequence[int]) -> None:
         self._target, self._draft = target, draft
@@ -101,7 +102,9 @@ class Retold:
         new = text[len(self._seen) :]
         self.recent.extend(self.pending[:whole])
         self.pending, self._seen = self.pending[whole:], text
-        self._forget()
+        if len(self.recent) > 4 * self._OPEN:
+            self.recent = self.recent[-self._OPEN :]
+            self._seen = self.decode(self.recent)
         if new:
             self._open += new
             self.ids[self._settled :] = self._draft.encode(self._open, special=False)
@@ -124,7 +127,7 @@ class Retold:
         makes of their text, and the text may go on in the middle of a word. No tokens where there is none.
         """
         written = [*self.recent, *self.pending]
-        for count in range(min(8, len(self.recent)) + len(self.pending), max(0, len(self.pending) - 1), -1):
+        for count in range(min(self._CONTEXT, len(self.recent)) + len(self.pending), max(0, len(self.pending) - 1), -1):
             context = written[len(written) - count :]
             before = self.decode(context[: count - len(self.pending)])
             ids = self._target.encode(before + text, special=False)
@@ -132,25 +135,14 @@ class Retold:
                 return context, ids[count:]
         return [], [] if self.pending else self._target.encode(text, special=False)
 
-    def _forget(self) -> None:
-        """Let go of target tokens that are too far back to matter."""
-        if len(self.recent) <= 4 * self._OPEN:
-            return
-        for count in range(self._OPEN, self._OPEN + self._UNFINISHED + 1):
-            text = self.decode(self.recent[-count:])
-            if self._seen.endswith(text) and not text.startswith(_UNKNOWN):
-                self.recent, self._seen = self.recent[-count:], text
-                return
-
     def _settle(self) -> None:
         """Settle draft tokens that text to come can't change, where the others are encoded alike without them."""
         ids = self.ids[self._settled :]
         if len(ids) <= 2 * self._OPEN:
             return
         for count in range(len(ids) - self._OPEN, len(ids) - self._OPEN - self._UNFINISHED - 1, -1):
-            text = self._draft.decode(ids[:count], special=True)
-            rest = self._open[len(text) :]
-            if self._open.startswith(text) and self._draft.encode(rest, special=False) == ids[count:]:
+            rest = self._open[len(self._draft.decode(ids[:count], special=True)) :]
+            if self._draft.encode(rest, special=False) == ids[count:]:
                 self._settled += count
                 self._open = rest
                 return
@@ -248,7 +240,7 @@ class TextDrafter(DraftModel):
         fits = theirs < model.vocab_size
         self.names = vocab_size + np.arange(model.vocab_size)  # of the draft model's tokens, for the noise
         self.names[theirs[fits]] = ours[fits]
-        special = {id for id, token in tokenizer._fast.get_added_tokens_decoder().items() if token.special}
+        special = {id for id, token in tokenizer.fast.get_added_tokens_decoder().items() if token.special}
         self.foreign = frozenset(special.difference(theirs.tolist()))
         """Ids of the draft model that end a draft: markup that is nothing but letters to the target."""
 
