@@ -66,15 +66,18 @@ def test_is_bit_exact(llm):
 
 @pytest.mark.parametrize("prompt", select(builtin_workload(), per_category=1), ids=lambda prompt: prompt.id)
 def test_natural_prompts_give_the_same_tokens(llm: LLM, prompt: Prompt):
-    for params, ks in (
-        (SamplingParams(max_new_tokens=128, ignore_eos=True), (2, 5, 8)),
-        (SamplingParams(max_new_tokens=128, temperature=0.8, top_p=0.95, seed=7, ignore_eos=True), (4,)),
+    for params, settings in (
+        (SamplingParams(max_new_tokens=96, ignore_eos=True), [("ngram", 2), ("auto", 8), ("auto", None)]),
+        (
+            SamplingParams(max_new_tokens=96, temperature=0.8, top_p=0.95, seed=7, ignore_eos=True),
+            [("auto", 4), ("ngram", None)],
+        ),
     ):
         plain = llm.generate(prompt.input, params, drafter=None)
-        assert len(plain.token_ids) == 128
-        for k in ks:
-            drafted = llm.generate(prompt.input, params, drafter="ngram", num_speculative_tokens=k)
-            assert drafted.token_ids == plain.token_ids, k
+        assert len(plain.token_ids) == 96
+        for drafter, k in settings:
+            drafted = llm.generate(prompt.input, params, drafter=drafter, num_speculative_tokens=k)
+            assert drafted.token_ids == plain.token_ids, (drafter, k)
             assert drafted.text == plain.text
             assert drafted.stats.drafted > 0
 

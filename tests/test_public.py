@@ -28,6 +28,7 @@ NAMES = [
     "SakiyomiError",
     "SamplingParams",
     "Stats",
+    "SuffixDrafter",
     "Token",
     "UnsupportedModelError",
     "__version__",

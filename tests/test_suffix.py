@@ -511,7 +511,8 @@ def test_the_draft_is_the_longer_the_longer_the_match_is():
     text = [*range(100, 200)]
     lengths = []
     for size in (1, 2, 3, 8):
-        session = SuffixDrafter(depth=128, tree=False, reference=text).session(text[20 - size : 20], PARAMS)
+        drafter = SuffixDrafter(depth=128, tree=False, min_survival=0.1, reference=text)
+        session = drafter.session(text[20 - size : 20], PARAMS)
         draft = session.propose(100)
         assert draft.tokens == tuple(text[20 : 20 + len(draft)])
         assert draft.confidences[:2] == (size / (size + 1), (size + 1) / (size + 2))

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sakiyomi.drafters import NgramDrafter
+    from sakiyomi.drafters import NgramDrafter, SuffixDrafter
     from sakiyomi.engine import Chunk, Token
     from sakiyomi.errors import (
         CapacityError,
@@ -35,7 +35,7 @@ __version__ = "0.1.0"
 
 # Imported when first used: the command line's help should not wait for torch.
 _HOMES = {
-    "sakiyomi.drafters": ("NgramDrafter",),
+    "sakiyomi.drafters": ("NgramDrafter", "SuffixDrafter"),
     "sakiyomi.engine": ("Chunk", "Token"),
     "sakiyomi.errors": (
         "CapacityError",
@@ -71,6 +71,7 @@ __all__ = [
     "SakiyomiError",
     "SamplingParams",
     "Stats",
+    "SuffixDrafter",
     "Token",
     "UnsupportedModelError",
     "__version__",

@@ -480,7 +480,7 @@ def check(
 
     targets.resolve(kernels, weights)
 
-    def measured(name: str) -> Side:
+    def measured(name: str, weights: str) -> Side:
         from sakiyomi.costs import ModelCosts, measure
 
         gc.collect()  # two models at once may not fit in memory
@@ -490,7 +490,9 @@ def check(
             costs = ModelCosts(measure(llm.target))
         return Side.of(llm.target, llm.tokenizer, costs)
 
-    pair = compare(measured(target), measured(draft_model))
+    from sakiyomi.llm import draft_weights
+
+    pair = compare(measured(target, weights), measured(draft_model, draft_weights(kernels)))
     if as_json:
         print(json.dumps({"target": target, "draft_model": draft_model, **pair.as_dict()}))
     else:

@@ -73,9 +73,9 @@ def load(
     ``drafter``: a name, or several joined with +; "auto" is the suffix drafter, and the draft model where one is given.
     ``num_speculative_tokens``: tokens to draft in a round; None drafts as many as pay, for which the costs of the
     model are measured once, in about a second. ``draft_model``: a smaller model to draft with, named as ``model`` is;
-    its tokenizer may be another. ``context_length`` lowers the model's own. ``progress`` shows a bar on standard error
-    while something is fetched or converted. Warns once where the compiled core isn't there. Raises ModelError or
-    OptionError.
+    its tokenizer may be another, and its weights are int8 where the core runs. ``context_length`` lowers the model's
+    own. ``progress`` shows a bar on standard error while something is fetched or converted. Warns once where the
+    compiled core isn't there. Raises ModelError or OptionError.
     """
     if dtype not in DTYPES:
         raise OptionError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
@@ -96,7 +96,7 @@ def load(
     costs = loaded.costs() if adaptive else None
     drafting = None
     if draft_model is not None:
-        small = _Model.load(draft_model, dtype, weights, kernels, None, progress)
+        small = _Model.load(draft_model, dtype, draft_weights(kernels), kernels, None, progress)
         drafting = pairs.draft_model(
             small.target,
             small.tokenizer,
@@ -112,6 +112,11 @@ def load(
         draft_model=drafting,
         costs=costs,
     )
+
+
+def draft_weights(kernels: str) -> Literal["auto", "int8"]:
+    """Return the weights that draft models are loaded with: what they lose in quality can't reach the text."""
+    return "int8" if targets.resolve(kernels, "auto") else "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class SuffixDrafter:
         *,
         depth: int = 32,
         max_tokens: int = 2**17,
-        min_survival: float = 0.1,
+        min_survival: float = 0.05,
         tree: bool = True,
         max_nodes: int = 32,
         reference: Sequence[int] = (),
