@@ -43,7 +43,7 @@ def costs() -> ModelCosts:
 @pytest.fixture(scope="module")
 def llm(llama) -> LLM:
     """A tiny random model: it writes nonsense, the same nonsense each time."""
-    return LLM(llama, byte_tokenizer(template=TEMPLATE), costs=costs())
+    return LLM(llama, byte_tokenizer(template=TEMPLATE), costs=costs)
 
 
 def loads(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
@@ -51,7 +51,7 @@ def loads(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
 
     def load(model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model):
         own = {"draft_model": itself(llm)} if draft_model else {}
-        return LLM(llm.target, llm.tokenizer, drafter=drafter, num_speculative_tokens=k, costs=costs(), **own)
+        return LLM(llm.target, llm.tokenizer, drafter=drafter, num_speculative_tokens=k, costs=costs, **own)
 
     monkeypatch.setattr(cli, "_load", load)
 
@@ -381,7 +381,7 @@ def test_a_drafter_that_fails_is_one_line_and_in_the_stats(monkeypatch, tmp_path
     result = run(cli.app, [*arguments, "--stats"])
     assert result.exit_code == 0
     assert result.stdout == plain
-    warned = "sakiyomi: the drafter 'failing' failed, the answer goes on without it: RuntimeError: out of ideas"
+    warned = "sakiyomi: a drafter failed, the answer goes on without it: failing: RuntimeError: out of ideas"
     assert result.stderr.splitlines()[0] == warned
     flat = " ".join(result.stderr.split())
     assert re.search(
@@ -402,7 +402,7 @@ def test_a_drafter_that_fails_in_a_benchmark_is_one_line_and_a_note(monkeypatch,
     assert result.exit_code == 0, "the output is the same"
     lines = [line for line in result.stderr.splitlines() if line.strip()]
     assert lines
-    assert all(line.startswith("sakiyomi: the drafter 'failing' failed") for line in lines)
+    assert all(line.startswith("sakiyomi: a drafter failed") for line in lines)
     assert "FAILED: failing k=2, in 2 answers, which went on without it: failing: Runtime" in " ".join(
         result.stdout.split()
     )
@@ -605,10 +605,11 @@ def test_a_memory_that_cannot_be_saved_is_told_after_the_answer(monkeypatch, cap
 
 @needs_suffix
 @pytest.mark.usefixtures("loaded")
-def test_plain_decoding_leaves_a_memory_as_it_is(tmp_path):
+def test_plain_decoding_has_no_use_for_a_memory(tmp_path):
     file = tmp_path / "memory"
-    result = run(cli.app, ["generate", "x", "-n", "5", "-d", "suffix", "-k", "0", "--memory", str(file)])
-    assert result.exit_code == 0
+    for option in ("--memory", "--reference"):
+        result = run(cli.app, ["generate", "x", "-n", "5", "-k", "0", option, str(file)])
+        assert "plain decoding uses neither" in str(result.exception)
     assert not file.exists()
 
 
@@ -772,7 +773,7 @@ def both_weights(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         if weights == "int8":
             target.weight_format, target.kernels = "int8", "avx2"
         targets.append(weakref.ref(target))
-        return LLM(target, byte_tokenizer(), drafter=drafter, num_speculative_tokens=k, costs=costs())
+        return LLM(target, byte_tokenizer(), drafter=drafter, num_speculative_tokens=k, costs=costs)
 
     monkeypatch.setattr(cli, "_load", load)
     monkeypatch.setattr("sakiyomi.targets.resolve", lambda kernels, weights: None)
@@ -928,12 +929,9 @@ def test_drafters_reach_load(monkeypatch):
     assert loaded("generate x -d ngram -k 4") == ("ngram", 4, None)
     assert loaded("generate x -k 0 --draft-model y") == ("auto", 0, "y")
     assert loaded("generate x -d model+ngram -k auto --draft-model y") == ("model+ngram", None, "y")
-    # A benchmark names its drafters itself; it needs the draft model, and costs only where a candidate is adaptive.
+    # A benchmark names its drafters itself, and has costs measured where a candidate needs them.
     assert loaded("bench") == ("none", None, None)
-    assert loaded("bench -d auto -k auto --draft-model y") == ("model", None, "y")
-    drafter, k, draft_model = loaded("bench -d model -k 3 --draft-model y")
-    assert (drafter, draft_model) == ("model", "y")
-    assert k is not None
+    assert loaded("bench -d auto -k auto --draft-model y") == ("none", None, "y")
 
 
 @pytest.mark.filterwarnings("default")

@@ -168,15 +168,6 @@ def test_what_a_loaded_model_tells(kernels):
     assert Side.of(Unknown(), byte_tokenizer()).weight_bytes is None
 
 
-def test_what_a_folder_tells(tmp_path):
-    reference = make_reference("qwen2-tied")
-    reference.config.save_pretrained(tmp_path)
-    byte_tokenizer().fast.save(str(tmp_path / "tokenizer.json"))
-    side = Side.from_folder(tmp_path)
-    matrices = sum(p.numel() for name, p in reference.named_parameters() if p.dim() == 2 and "lm_head" not in name)
-    assert (side.vocab_size, side.context_length, side.weight_bytes) == (VOCAB, 1024, 2 * matrices)
-
-
 def test_a_pair_as_json_and_as_a_table():
     found = pair(joined(600), joined(100, eos="</s>"), contexts=(1024, 16), draft={"weight_bytes": 3_000_000})
     assert json.loads(json.dumps(found.as_dict()))["way"] == "text"

@@ -10,7 +10,8 @@ _POSITIONS = (0, 0, 1, 2, 2, 3, 3, 3, 3)  # bin of each position (from 1); 4 bey
 _BEYOND, _ALTERNATIVE = 4, 5
 _UNKNOWN = 0.7  # of a drafter of which nothing is known
 _PRIOR = 3.0  # what is believed weighs as much as so many tests
-_MEMORY = 400.0  # tests after which older ones fade
+_PRIOR_OF_ANY = 10.0  # more, where a first bad luck would keep a costly drafter from being asked again
+_MEMORY = 200.0  # tests after which older ones fade
 _NARROW = 0.005  # no token is certain
 
 
@@ -23,8 +24,8 @@ class Acceptance:
     """
 
     def __init__(self) -> None:
-        self._bins = [_Bin(each * each, each) for each in _BELIEVED]
-        self._any = _Bin(_UNKNOWN, _UNKNOWN)
+        self._bins = [_Bin(each * each, each, _PRIOR) for each in _BELIEVED]
+        self._any = _Bin(_UNKNOWN, _UNKNOWN, _PRIOR_OF_ANY)
 
     def rate(self, confidence: float, position: int, alternative: bool = False) -> float:
         """Return the probability that a token stands if those before it on its path do."""
@@ -75,8 +76,8 @@ _FADE = 0.97
 class _Bin:
     """Tests of one confidence, by place: the bins of positions, and alternatives. ``rates`` is what they come to."""
 
-    def __init__(self, first: float, later: float) -> None:
-        self._first, self._later = first, later
+    def __init__(self, first: float, later: float, prior: float) -> None:
+        self._first, self._later, self._prior = first, later, prior
         self._stood, self._tested = [0.0] * 6, [0.0] * 6
         self._update()
 
@@ -94,7 +95,7 @@ class _Bin:
         for stood, tested in zip(self._stood, self._tested, strict=True):
             if len(rates) == _ALTERNATIVE:
                 believed = self._later / 2
-            rate = (stood + _PRIOR * believed) / (tested + _PRIOR)
+            rate = (stood + self._prior * believed) / (tested + self._prior)
             rates.append(min(max(rate, _NARROW), 1.0 - _NARROW))
             believed = max(rate, self._later)
         self.rates = rates

@@ -175,6 +175,8 @@ def generate(
         raise PromptError("prompt: is empty; give at least one character")
     k = _draft_length(num_speculative_tokens)
     names = _drafter_names([drafter], draft_model)
+    if k == 0 and (reference or memory):
+        raise OptionError("--num-speculative-tokens 0: plain decoding uses neither --reference nor --memory")
     looked_up = None if reference is None else _read_reference(reference, names, drafter)
     if memory is not None:
         _check_memory(memory, names, drafter)
@@ -233,9 +235,9 @@ def _speculation(
 
     from sakiyomi.drafters import NgramDrafter
 
-    setting = None if looked_up is None and memory is None else llm.speculation(drafter, k)
-    if setting is None:
+    if looked_up is None and memory is None:
         return None, None
+    setting = llm.speculation(drafter, k)
     ids = () if looked_up is None else llm.tokenizer.encode(looked_up, special=False)
     made = dict(zip(names, setting.drafters, strict=True))
     suffix = _suffix_drafter(memory, ids) if "suffix" in made else None
@@ -425,14 +427,14 @@ def bench(
     targets.resolve(kernels, weights)
     text = _quality_text(quality_text, weights)
 
-    def load(weights: str, spec: str = "none", k: int | None = 0, draft_model: str | None = None) -> LLM:
-        return _load(model, dtype, weights, kernels, context_length, threads, spec, k, draft_model)
+    def load(weights: str, draft_model: str | None = None) -> LLM:
+        return _load(model, dtype, weights, kernels, context_length, threads, "none", None, draft_model)
 
-    def load_all() -> LLM:
-        k = None if None in lengths else 1  # None: with its costs
-        return load(weights, "model" if draft_model else "none", k, draft_model)
-
-    llm, quality = (load_all(), None) if text is None else _load_and_compare(load, load_all, weights, *text)
+    llm, quality = (
+        (load(weights, draft_model), None)
+        if text is None
+        else _load_and_compare(load, lambda: load(weights, draft_model), weights, *text)
+    )
     with _warnings_in_one_line(), _progress() as progress:
         result = run_benchmark(llm, prompts, candidates, params, repeats=repeats, seed=seed, progress=progress)
     dtype_name = str(getattr(llm.target, "dtype", "unknown")).removeprefix("torch.")

@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +40,8 @@ class CostTable:
     def __post_init__(self) -> None:
         numbers = (*self.seconds, self.per_token, self.per_row_token, self.branch_s)
         ascending = all(a < b for a, b in pairwise(self.rows))
+        if not all(type(each) is int for each in self.rows):
+            raise ValueError("rows must be whole numbers")
         if not ascending or self.rows[:1] != (1,) or len(self.rows) != len(self.seconds):
             raise ValueError("rows must ascend from 1, each with its seconds")
         if not all(math.isfinite(each) and each >= 0 for each in numbers) or min(self.seconds) <= 0:
@@ -97,11 +100,10 @@ def _spread_out(rows: Sequence[int], seconds: Sequence[float]) -> list[float]:
     """Return seconds for 0 .. _LARGEST rows: straight lines between what was measured, never falling."""
     rising = [max(seconds[: i + 1]) for i in range(len(seconds))]
     spread = [rising[0], rising[0]]
-    slope = 0.0
     for (low_rows, high_rows), (low, high) in zip(pairwise(rows), pairwise(rising), strict=True):
         slope = (high - low) / (high_rows - low_rows)
         spread.extend(low + slope * i for i in range(1, high_rows - low_rows + 1))
-    half = rows[len(rows) // 2]
+    half = rows[max(0, min(len(rows) // 2, len(rows) - 2))]  # what was measured there tells how it goes on
     slope = (spread[rows[-1]] - spread[half]) / max(1, rows[-1] - half)
     spread.extend(rising[-1] + slope * i for i in range(1, _LARGEST - rows[-1] + 1))
     return spread
@@ -181,11 +183,12 @@ def measured(target: Target, folder: Path, facts: Mapping[str, object]) -> CostT
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         table = measure(target)
     text = json.dumps({"facts": facts, "table": asdict(table)}, default=str, indent=1)
+    partial = path.with_name(f".{name}-{os.getpid()}.json")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{name}-{os.getpid()}.json")
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError:
-        pass
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
     return table

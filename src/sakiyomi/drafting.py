@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Sequence
-from dataclasses import replace
-
-import numpy as np
-import numpy.typing as npt
 
 from sakiyomi.errors import DrafterError
 from sakiyomi.interfaces import Costs, Draft, Drafter, DraftSession, GoOn, always
@@ -16,7 +11,7 @@ from sakiyomi.sampling import SamplingParams
 
 
 class Source:
-    """A drafter's session, guarded. A drafter that fails is left out of the rest of the sequence, with one warning.
+    """A drafter's session, guarded. A drafter that fails is left out of the rest of the sequence.
 
     ``seconds``: what the last proposal took. ``error``: what the drafter failed of, None while it works.
     """
@@ -41,7 +36,11 @@ class Source:
     @property
     def unread(self) -> int:
         """Tokens that its model must compute before it can draft."""
-        return self._session.unread if self._session else 0
+        try:
+            return self._session.unread if self._session else 0
+        except Exception as error:
+            self._fail(error)
+            return 0
 
     def propose(self, budget: int, go_on: GoOn = always) -> Draft:
         """Return a proposal that the target can compute, each token with a confidence; empty where there is none."""
@@ -68,11 +67,6 @@ class Source:
     def _fail(self, error: Exception) -> None:
         self._session = None
         self.error = f"{type(error).__name__}: {error}"
-        warnings.warn(
-            f"the drafter {self.name!r} failed, the answer goes on without it: {self.error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
 
 def _checked(draft: Draft, budget: int, vocab_size: int, name: str) -> Draft:
@@ -90,17 +84,18 @@ def _checked(draft: Draft, budget: int, vocab_size: int, name: str) -> Draft:
         raise DrafterError(f"it gave confidences {confidences}: must be one in (0, 1] for each of {count} tokens")
     if (deepest := depth(draft)) > budget:
         raise DrafterError(f"it proposed {deepest} tokens in a row: at most {budget} were asked for")
-    return replace(draft, confidences=confidences, drafter=name)
+    chain = draft.parents is None or all(parent == i - 1 for i, parent in enumerate(draft.parents))
+    return Draft(draft.tokens, None if chain else draft.parents, confidences, name)
 
 
 def depth(draft: Draft) -> int:
     """Return the length of the longest path in a draft."""
     if draft.parents is None:
         return len(draft)
-    depths: npt.NDArray[np.int64] = np.zeros(len(draft) + 1, dtype=np.int64)
+    depths = [0] * (len(draft) + 1)
     for index, parent in enumerate(draft.parents):
         depths[index] = depths[parent] + 1  # the last entry stays 0: it is the parent -1
-    return int(depths.max())
+    return max(depths)
 
 
 def chosen(draft: Draft, indices: Sequence[int]) -> Draft:

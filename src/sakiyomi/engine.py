@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import operator
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from sakiyomi.drafting import Source, depth
+from sakiyomi.drafting import Source, depth, first_path
 from sakiyomi.errors import OptionError, PromptError
 from sakiyomi.interfaces import Draft, Drafter, RoundRecord, Target, Work
 from sakiyomi.policy import Checked, Policy
@@ -72,12 +73,12 @@ class Request:
         self.params = params
         self.finish_reason: FinishReason | None = None
         self.sequence = target.new_sequence()
-        self.sources = [Source(each, prompt, params, target.vocab_size) for each in drafters] if policy else []
-        self.policy = policy.session(self.sources) if policy and self.sources else None
         self._context_length = target.context_length
         self._eos_ids = frozenset() if params.ignore_eos or tokenizer is None else tokenizer.eos_ids
         self.chooser = Chooser(params, prompt, target.vocab_size, self._eos_ids)
         self._text = TextStream(tokenizer, prompt, params.stop) if tokenizer else None
+        self.sources = [Source(each, prompt, params, target.vocab_size) for each in drafters] if policy else []
+        self.policy = policy.session(self.sources) if policy and self.sources else None
         self._reported: set[str] = set()
 
     @property
@@ -85,15 +86,17 @@ class Request:
         """Number of output tokens so far."""
         return len(self.ids) - self.prompt_length
 
-    def draft(self, rows: int) -> Draft:
+    def draft(self, rows: int, sequences: int) -> Draft:
         """Return what to check, no longer than what could still become output besides the target token.
 
-        ``rows``: rows of the coming forward that are there anyway.
+        ``rows``: rows of the coming forward that are there anyway, of so many sequences.
         """
-        left = min(self.params.max_new_tokens - self.generated, self._context_length - len(self.ids)) - 1
-        if self.policy is None or left < 1:
+        if self.policy is None:
             return Draft()
-        return self.policy.draft(left, self.sequence.length, rows)
+        room = self._context_length - len(self.ids)
+        left = min(self.params.max_new_tokens - self.generated, room) - 1
+        draft = self.policy.draft(left, self.sequence.length, rows, sequences)
+        return draft if len(draft) <= room else first_path(draft)
 
     def new_errors(self) -> tuple[str, ...]:
         """Return what drafters failed of since this was last asked."""
@@ -154,12 +157,14 @@ class Engine:
         return Request(self.target, prompt, params, drafters, policy, self._tokenizer)
 
     def run(self, request: Request) -> Iterator[Chunk]:
-        """Yield one request's chunks until it is finished."""
+        """Yield one request's chunks until it is finished. Warns of a drafter that fails, once."""
         while request.finish_reason is None:
             (chunk,) = self.round([request])
             if isinstance(chunk, Exception):
                 raise chunk
             yield chunk
+            for error in chunk.record.errors:
+                warnings.warn(f"a drafter failed, the answer goes on without it: {error}", RuntimeWarning, stacklevel=2)
 
     def round(self, requests: Sequence[Request]) -> list[Chunk | Exception]:
         """Run one round of unfinished requests together and return what each gained.
@@ -178,7 +183,7 @@ class Engine:
         rows = sum(len(request.ids) - context for request, context in zip(requests, contexts, strict=True))
         drafts: list[Draft] = []
         for request in requests:
-            drafts.append(request.draft(rows))
+            drafts.append(request.draft(rows, len(requests)))
             rows += len(drafts[-1])
         work = [_work(request, draft) for request, draft in zip(requests, drafts, strict=True)]
         called = time.perf_counter()

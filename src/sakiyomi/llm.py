@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -47,10 +48,13 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Drafters and the policy that says how far to read ahead, with all that they have learned."""
+    """Drafters and the policy that says how far to read ahead, with all that they have learned.
 
-    drafters: tuple[Drafter, ...]
-    policy: Policy
+    Without drafters it is plain decoding.
+    """
+
+    drafters: tuple[Drafter, ...] = ()
+    policy: Policy | None = None
 
 
 def load(
@@ -83,7 +87,7 @@ def load(
     # What is wrong here should not cost the time of loading.
     if isinstance(drafter, str):
         drafters.parse(drafter, draft_model=draft_model is not None)
-    _check_draft_length(num_speculative_tokens)
+    _draft_length(num_speculative_tokens)
     if kernels == "auto" and not core.available() and os.environ.get("SAKIYOMI_KERNELS") != "torch":
         warnings.warn(
             "the compiled core isn't there, so that torch's kernels run, which are slower; "
@@ -91,27 +95,32 @@ def load(
             RuntimeWarning,
             stacklevel=2,
         )
-    adaptive = num_speculative_tokens is None and drafter is not None
     loaded = _Model.load(model, dtype, weights, kernels, context_length, progress)
-    costs = loaded.costs() if adaptive else None
-    drafting = None
+    drafting = costs = None
     if draft_model is not None:
         small = _Model.load(draft_model, dtype, draft_weights(kernels), kernels, None, progress)
+        costs = small.costs()
         drafting = pairs.draft_model(
-            small.target,
-            small.tokenizer,
-            loaded.tokenizer,
-            loaded.target.vocab_size,
-            costs=small.costs(),
+            small.target, small.tokenizer, loaded.tokenizer, loaded.target.vocab_size, costs=costs
         )
-    return LLM(
+    llm = LLM(
         loaded.target,
         loaded.tokenizer,
         drafter=drafter,
         num_speculative_tokens=num_speculative_tokens,
         draft_model=drafting,
-        costs=costs,
+        costs=loaded.costs,
     )
+    if drafter not in (None, "none") and num_speculative_tokens is None:
+        ours = llm.costs()  # now, not in the first answer
+        if costs is not None and (ratio := costs.seconds(1, 0) / ours.seconds(1, 0)) > pairs.PAYS:
+            warnings.warn(
+                f"a row of the draft model takes {ratio:.2f} of the time of the target's: it will hardly be asked; "
+                "use a model several times smaller",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return llm
 
 
 def draft_weights(kernels: str) -> Literal["auto", "int8"]:
@@ -161,6 +170,8 @@ class _Model:
             "weights": self.target.weight_format,
             "kernels": self.target.kernels,
             "device": "cpu",
+            "context": self.target.context_length,
+            "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "processor": cpu_name(),
             "version": sakiyomi.__version__,
@@ -173,8 +184,9 @@ class LLM:
 
     ``drafter`` and ``num_speculative_tokens`` are defaults that each call may override. They change speed only:
     the tokens are those of plain decoding (see ``exactness``). ``draft_model``: the drafter that goes by "model".
-    ``costs``: of the target; measured when first needed where they aren't given. What drafters remember, and what was
-    learned about when they pay, stays from call to call. Not to be called from several threads at once.
+    ``costs``: returns those of the target, and is called when they are first needed; by default they are measured then.
+    What drafters remember, and what was learned about when they pay, stays from call to call. Not to be called from
+    several threads at once. Raises OptionError.
     """
 
     def __init__(
@@ -185,18 +197,24 @@ class LLM:
         drafter: str | Drafter | None = drafters.AUTO,
         num_speculative_tokens: int | None = None,
         draft_model: Drafter | None = None,
-        costs: ModelCosts | None = None,
+        costs: Callable[[], ModelCosts] | None = None,
     ) -> None:
-        _check_draft_length(num_speculative_tokens)
         self.target = target
         self.tokenizer = tokenizer
         self.engine = Engine(target, tokenizer)
-        self._costs = costs
-        self._drafters: dict[str, Drafter] = {} if draft_model is None else {drafters.MODEL: draft_model}
+        self._measure = costs or (lambda: ModelCosts(measure(target)))
+        self._costs: ModelCosts | None = None
         self._policy: AdaptivePolicy | None = None
-        self._names(drafter)
+        self._kept: dict[str, Drafter] = {} if draft_model is None else {drafters.MODEL: draft_model}
         self.drafter = drafter
-        self.num_speculative_tokens = num_speculative_tokens
+        self.num_speculative_tokens = _draft_length(num_speculative_tokens)
+        self._chosen(drafter)
+
+    def costs(self) -> ModelCosts:
+        """Return what the target's forwards cost, as far as is known by now."""
+        if self._costs is None:
+            self._costs = self._measure()
+        return self._costs
 
     @property
     def exactness(self) -> Exactness:
@@ -217,24 +235,22 @@ class LLM:
         return self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
 
     def speculation(
-        self, drafter: str | Drafter | None = _DEFAULT, num_speculative_tokens: int | None = None
-    ) -> Speculation | None:
+        self,
+        drafter: str | Drafter | None = _DEFAULT,
+        num_speculative_tokens: int | Literal["default"] | None = _DEFAULT,
+    ) -> Speculation:
         """Return a setting to give to calls in place of the LLM's own: it has learned nothing yet, and learns apart.
 
-        None is plain decoding. Raises OptionError.
+        The draft model is the same, and so is a drafter that is given as an object. Raises OptionError.
         """
-        _check_draft_length(num_speculative_tokens)
-        chosen = tuple(
-            self._drafters[name] if name == drafters.MODEL else drafters.DRAFTERS[name]()
-            for name in self._names(self.drafter if drafter == _DEFAULT else drafter)
-        )
-        if drafter is not None and not isinstance(drafter, str):
-            chosen = (drafter,)
-        if not chosen or num_speculative_tokens == 0:
-            return None
-        if num_speculative_tokens is not None:
-            return Speculation(chosen, FixedPolicy(num_speculative_tokens))
-        return Speculation(chosen, AdaptivePolicy(ModelCosts(self._measured_costs().table)))
+        k = self._length(num_speculative_tokens)
+        shared = {name: each for name, each in self._kept.items() if name == drafters.MODEL}
+        found = self._chosen(drafter, shared)
+        if k == 0 or not found:
+            return Speculation()
+        if k is None:
+            return Speculation(found, AdaptivePolicy(ModelCosts(self.costs().table)))
+        return Speculation(found, FixedPolicy(k))
 
     def stream(
         self,
@@ -247,6 +263,7 @@ class LLM:
     ) -> Iterator[Chunk]:
         """Yield the answer round by round. Closing the iterator cancels it.
 
+        ``speculation``: a setting of :meth:`speculation`, in place of ``drafter`` and ``num_speculative_tokens``.
         Raises PromptError or OptionError at once where the request can't be run.
         """
         setting = speculation or self._setting(drafter, num_speculative_tokens)
@@ -261,7 +278,7 @@ class LLM:
         num_speculative_tokens: int | Literal["default"] | None = _DEFAULT,
         speculation: Speculation | None = None,
     ) -> Generation:
-        """Return the whole answer with its statistics. Raises PromptError or OptionError."""
+        """Return the whole answer with its statistics. Options are those of :meth:`stream`, and so are errors."""
         setting = speculation or self._setting(drafter, num_speculative_tokens)
         began = time.perf_counter()
         ids = self.encode(prompt)
@@ -281,51 +298,60 @@ class LLM:
             stats=Stats(tuple(chunk.record for chunk in chunks), first, time.perf_counter() - began),
         )
 
-    def _run(self, ids: list[int], params: SamplingParams | None, setting: Speculation | None) -> Iterator[Chunk]:
-        params = params or SamplingParams()
-        if setting is None:
-            return self.engine.run(self.engine.request(ids, params))
-        return self.engine.run(self.engine.request(ids, params, setting.drafters, setting.policy))
+    def _run(self, ids: list[int], params: SamplingParams | None, setting: Speculation) -> Iterator[Chunk]:
+        return self.engine.run(self.engine.request(ids, params or SamplingParams(), setting.drafters, setting.policy))
 
     def _setting(
         self, drafter: str | Drafter | None, num_speculative_tokens: int | Literal["default"] | None
-    ) -> Speculation | None:
+    ) -> Speculation:
         """Return the drafters that this LLM keeps, with its policy."""
-        if drafter == _DEFAULT:
-            drafter = self.drafter
-        k = self.num_speculative_tokens if num_speculative_tokens == _DEFAULT else num_speculative_tokens
-        assert not isinstance(k, str)
-        _check_draft_length(k)
-        if drafter is not None and not isinstance(drafter, str):
-            chosen: tuple[Drafter, ...] = (drafter,)
-        else:
-            names = self._names(drafter)
-            for name in names:
-                if name not in self._drafters:
-                    self._drafters[name] = drafters.DRAFTERS[name]()
-            chosen = tuple(self._drafters[name] for name in names)
-        if not chosen or k == 0:
-            return None
+        k = self._length(num_speculative_tokens)
+        found = self._chosen(drafter, self._kept)
+        if k == 0 or not found:
+            return Speculation()
         if k is not None:
-            return Speculation(chosen, FixedPolicy(k))
+            return Speculation(found, FixedPolicy(k))
         if self._policy is None:
-            self._policy = AdaptivePolicy(self._measured_costs())
-        return Speculation(chosen, self._policy)
+            self._policy = AdaptivePolicy(self.costs())
+        return Speculation(found, self._policy)
 
-    def _names(self, drafter: str | Drafter | None) -> tuple[str, ...]:
-        if not isinstance(drafter, str):
+    def _length(self, num_speculative_tokens: int | Literal["default"] | None) -> int | None:
+        if isinstance(num_speculative_tokens, str) and num_speculative_tokens == _DEFAULT:
+            return self.num_speculative_tokens
+        return _draft_length(num_speculative_tokens)
+
+    def _chosen(self, drafter: str | Drafter | None, kept: dict[str, Drafter] | None = None) -> tuple[Drafter, ...]:
+        """Return the drafters of an option; those that it names come from ``kept``, or are made and kept there.
+
+        Without ``kept`` nothing is made. Raises OptionError.
+        """
+        if isinstance(drafter, str) and drafter == _DEFAULT:
+            drafter = self.drafter
+        if drafter is None:
             return ()
-        return drafters.parse(drafter, draft_model=drafters.MODEL in self._drafters)
+        if not isinstance(drafter, str):
+            if not all(hasattr(drafter, name) for name in ("name", "costs", "session")):
+                raise OptionError(f"drafter={drafter!r}: must be a name or a drafter")
+            return (drafter,)
+        names = drafters.parse(drafter, draft_model=drafters.MODEL in self._kept)
+        if kept is None:
+            return ()
+        for name in names:
+            if name not in kept:
+                kept[name] = drafters.DRAFTERS[name]()
+        return tuple(kept[name] for name in names)
 
-    def _measured_costs(self) -> ModelCosts:
-        if self._costs is None:
-            self._costs = ModelCosts(measure(self.target))
-        return self._costs
 
-
-def _check_draft_length(num_speculative_tokens: int | None) -> None:
-    if num_speculative_tokens is not None and num_speculative_tokens < 0:
+def _draft_length(num_speculative_tokens: Any) -> int | None:
+    """Return a number of draft tokens, None for as many as pay. Raises OptionError."""
+    if num_speculative_tokens is None:
+        return None
+    try:
+        if isinstance(num_speculative_tokens, bool) or (length := operator.index(num_speculative_tokens)) < 0:
+            raise TypeError
+    except TypeError:
         raise OptionError(
-            f"num_speculative_tokens={num_speculative_tokens}: must be 0 (plain decoding) or more, or None (as many as "
-            "pay)"
-        )
+            f"num_speculative_tokens={num_speculative_tokens!r}: must be 0 (plain decoding), a number, or None "
+            "(as many as pay)"
+        ) from None
+    return length

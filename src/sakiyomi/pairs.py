@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from sakiyomi import models
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.retokenised import CommonDrafter, TextDrafter, vocabulary
 from sakiyomi.errors import OptionError
@@ -33,7 +30,7 @@ LEAST_CONTEXT = 32
 # tokens break off at each token that isn't. So common is for tokenizers that are nearly the same.
 _MOSTLY = 0.9
 _NEARLY_ALL = 0.99  # of the tokens of the same tokenizer: conversions fill vocabularies up in different ways
-_PAYS = 0.9  # a draft model whose row costs more than this part of the target's can't pay
+PAYS = 0.9  # a draft model whose row costs more than this part of the target's can't pay
 _PROBES = (
     "The quick brown fox doesn't jump over 13 lazy dogs, does it?",
     "def f(x):\n    return {'a': [x ** 2, 0.5e-3]}  # done\n\n\tTabs and   spaces ",
@@ -61,13 +58,6 @@ class Side:
         if isinstance(config, DecoderConfig) and isinstance(dtype, torch.dtype):
             size = _weight_bytes(config, dtype.itemsize, getattr(model, "weight_format", None) == "int8")
         return cls(tokenizer, model.vocab_size, model.context_length, size, costs)
-
-    @classmethod
-    def from_folder(cls, folder: str | os.PathLike[str]) -> Side:
-        """Return the side of a model folder, without its weights (counted at two bytes each). Raises ModelError."""
-        config = DecoderConfig.from_huggingface(models.read_config(folder))
-        tokenizer = Tokenizer.from_folder(Path(folder))
-        return cls(tokenizer, config.vocab_size, config.context_length, _weight_bytes(config, 2, False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +238,8 @@ def _ends(tokenizer: Tokenizer, ids: Mapping[str, int]) -> set[str]:
 def _slow(target: Side, draft: Side, ratio: float | None) -> str | None:
     """Return what is to be said of a draft model that isn't cheaper than the target."""
     if ratio is not None:
-        said = f"takes {ratio:.2f} of the time of the target's" if ratio > _PAYS else None
-    elif draft.weight_bytes and target.weight_bytes and draft.weight_bytes > _PAYS * target.weight_bytes:
+        said = f"takes {ratio:.2f} of the time of the target's" if ratio > PAYS else None
+    elif draft.weight_bytes and target.weight_bytes and draft.weight_bytes > PAYS * target.weight_bytes:
         said = f"reads {draft.weight_bytes / target.weight_bytes:.2f} of the weights of the target's"
     else:
         said = None

@@ -43,10 +43,11 @@ class Checked:
 class PolicySession(Protocol):
     """A policy at work on one sequence."""
 
-    def draft(self, left: int, context: int, rows: int) -> Draft:
-        """Return what the target should check now, at most ``left`` tokens in a row.
+    def draft(self, left: int, context: int, rows: int, sequences: int) -> Draft:
+        """Return what the target should check now, at most ``left`` tokens in a row; that may be 0.
 
         ``context``: tokens that the sequence holds. ``rows``: rows of the coming forward that are there anyway.
+        ``sequences``: how many share it.
         """
 
     def observe(self, checked: Checked) -> None:
@@ -83,9 +84,11 @@ class FixedSession:
     def __init__(self, sources: Sequence[Source], count: int) -> None:
         self._sources, self._count = sources, count
 
-    def draft(self, left: int, context: int, rows: int) -> Draft:
-        """Return the surest draft, cut to the number of tokens."""
+    def draft(self, left: int, context: int, rows: int, sequences: int) -> Draft:
+        """Return the surest draft."""
         count = min(self._count, left)
+        if count < 1:
+            return Draft()
         best, most = Draft(), 0.0
         for source in sorted(self._sources, key=lambda each: each.costs is not None):
             if source.costs is not None and best:
@@ -108,7 +111,7 @@ class AdaptivePolicy:
 
     def __init__(self, costs: ModelCosts) -> None:
         self.costs = costs
-        self.ledger = Ledger(allowance=4.0, tolerance=0.01)
+        self.ledger = Ledger(allowance=8.0, tolerance=0.01)
         self._experiences: dict[str, Experience] = {}
 
     def session(self, sources: Sequence[Source]) -> AdaptiveSession:
@@ -116,20 +119,24 @@ class AdaptivePolicy:
         return AdaptiveSession(
             self.costs,
             [_Member(each, self._experiences.setdefault(each.name, Experience())) for each in sources],
-            (self.ledger, Ledger(allowance=2.0, tolerance=0.02)),
+            self.ledger,
         )
 
 
 class Experience:
     """What all sequences say about a drafter: its acceptance, and its time where no costs of a model tell it.
 
-    ``call_s``: seconds of a proposal, None before the first; ``budget``: the most tokens that it was asked for.
+    ``call_s``: seconds of a proposal, None before the first; ``budget``: the most tokens that it was asked for;
+    ``idle_s``: seconds of decoding since its tokens were last put to a test; ``failures``: tests in a row in which no
+    token stood.
     """
 
     def __init__(self) -> None:
         self.acceptance = Acceptance()
         self.call_s: float | None = None
         self.budget = 2
+        self.idle_s = 0.0
+        self.failures = 0
 
 
 class Ledger:
@@ -158,9 +165,11 @@ class _Member:
     def __init__(self, source: Source, experience: Experience) -> None:
         self.source, self.experience = source, experience
         self.odds = Odds()
-        self.idle_s = 0.0  # decoding since its tokens were last put to a test
-        self.failures = 0  # tests in a row in which no token stood
+        self.ledger = Ledger(allowance=2.0, tolerance=0.02)
         self.promising = False  # all tokens of the last test stood
+        self.stake_s = 0.0  # what the round may lose with it if no token stands
+        self.draft_s = 0.0  # in this round
+        self.reading_s = 0.0  # spent on reading once, not yet entered in the ledgers
 
     def rate(self, confidence: float, position: int, alternative: bool) -> float:
         return self.odds.apply(self.experience.acceptance.rate(confidence, position, alternative))
@@ -168,9 +177,21 @@ class _Member:
     def average(self, position: int) -> float:
         return self.odds.apply(self.experience.acceptance.average(position))
 
+    def learn(self, confidence: float, position: int, alternative: bool, stood: bool) -> None:
+        acceptance = self.experience.acceptance
+        self.odds.learn(acceptance.rate(confidence, position, alternative), stood)
+        acceptance.learn(confidence, position, alternative, stood)
+
+    def tested(self, stood: bool, promising: bool) -> None:
+        """Take note of a test as a whole."""
+        self.experience.idle_s = 0.0
+        self.experience.failures = 0 if stood else self.experience.failures + 1
+        self.promising = promising
+
     def may_probe(self, cost_s: float) -> bool:
         """Return whether a test that is expected to be in vain is affordable: at once after one that wasn't in vain."""
-        return self.promising or self.idle_s * _PROBING * 0.5 ** min(self.failures, _LONGEST_WAIT) >= cost_s
+        waited = self.experience.idle_s * _PROBING * 0.5 ** min(self.experience.failures, _LONGEST_WAIT)
+        return self.promising or waited >= cost_s
 
     def propose(self, budget: int, go_on: GoOn = always) -> Draft:
         experience = self.experience
@@ -178,9 +199,11 @@ class _Member:
             budget = min(budget, experience.budget)
         draft = self.source.propose(budget, go_on)
         seconds = self.source.seconds
-        if experience.call_s is not None:  # the first call may load something
-            seconds = experience.call_s + 0.2 * (min(seconds, 4 * experience.call_s) - experience.call_s)
-        experience.call_s = seconds
+        self.draft_s += seconds
+        if experience.call_s is None:
+            experience.call_s = seconds / 4  # the first call may load something
+        else:
+            experience.call_s += 0.2 * (min(seconds, 4 * experience.call_s) - experience.call_s)
         if self.source.costs is None and len(draft) >= budget == experience.budget < MOST:
             experience.budget *= 2  # unknown drafters are asked for little at first
         return draft
@@ -200,35 +223,32 @@ _NOTHING = _Plan(Draft(), 0.0)
 class AdaptiveSession:
     """The adaptive policy on one sequence."""
 
-    def __init__(self, costs: ModelCosts, members: Sequence[_Member], ledgers: Sequence[Ledger]) -> None:
-        self._costs, self._members, self._ledgers = costs, members, ledgers
+    def __init__(self, costs: ModelCosts, members: Sequence[_Member], ledger: Ledger) -> None:
+        self._costs, self._members, self._ledger = costs, members, ledger
         self._rounds = 0
-        self._tokens = self._units = 4.0  # of late, and the time of plain tokens they took
+        self._tokens = self._units = 4.0  # of late, and the plain rounds whose time they took
         self._since_plain = 0
-        self._plain_rows, self._draft_s = 1, 0.0  # of this round
+        self._rows, self._sequences = 1, 1  # of this round
 
-    def draft(self, left: int, context: int, rows: int) -> Draft:
+    def draft(self, left: int, context: int, rows: int, sequences: int) -> Draft:
         """Return the most valuable draft; an empty one where none is worth its time."""
         self._rounds += 1
-        self._plain_rows, self._draft_s = rows, 0.0
+        self._rows, self._sequences = rows, sequences
+        if left < 1 or (self._since_plain >= _ROUNDS_TO_PLAIN and self._tokens < _CLEARLY * self._units):
+            return Draft()  # the latter to see again what a plain token takes, where that may decide
         limit = min(left, MOST)
-        plain_s = self._costs.seconds(1, context)
-        if self._since_plain >= _ROUNDS_TO_PLAIN and self._tokens < _CLEARLY * self._units:
-            return Draft()  # to see again what a plain token takes, where that may decide
-        stake_s = min(ledger.left(plain_s) for ledger in self._ledgers)
-        if limit < 1 or stake_s <= 0:
-            return Draft()
-        rate = max(1.0, self._tokens / self._units) / plain_s
-        prices = _Prices(self._costs, context, rows, rate, stake_s)
+        prices = _Prices(self._costs, context, rows, sequences, max(1.0, self._tokens / self._units))
+        stake_s = self._ledger.left(prices.token_s)
         best, probe = _Plan(Draft(), _LEAST), Draft()
         costly = []
         for member in self._members:
-            if not member.source.alive:
+            member.stake_s = min(stake_s, member.ledger.left(prices.token_s))
+            if not member.source.alive or member.stake_s <= 0:
                 continue
             if member.source.costs or prices.rate * (member.experience.call_s or 0.0) > _CHEAP:
                 costly.append(member)
                 continue
-            draft = self._ask(member, limit)
+            draft = member.propose(limit)
             plan = _plan(draft, member, prices)
             if plan.value > best.value:
                 best = plan
@@ -236,44 +256,51 @@ class AdaptiveSession:
                 probe = chosen(draft, [0])
         for member in costly if self._rounds > 1 else ():  # the first token shouldn't wait for a model to read
             times = _DraftTimes.of(member, context)
-            if _outlook(member, times, prices, limit) > best.value:
-                draft = self._ask(member, limit, _Stop(member, times, prices))
-                times.correct(member.source, context, depth(draft))
-                plan = _plan(draft, member, prices)
+            if _outlook(member, times, prices, limit, left) > best.value:
+                plan = _plan(_ask_costly(member, limit, times, prices, context), member, prices)
                 if plan.value > best.value:
                     best = plan
-            elif not best.draft and member.may_probe(times.once + times.first + prices.seconds(1)):
-                probe = self._ask(member, 1)
+            elif not best.draft and _outlook(member, times, prices, limit, left, surely=True) > 0:
+                cost_s = times.first + times.once / 4 + prices.seconds(1)  # what is read once is read
+                if cost_s <= member.stake_s and member.may_probe(cost_s):
+                    probe = _ask_costly(member, 1, times, prices, context) or probe
         return best.draft or probe
-
-    def _ask(self, member: _Member, budget: int, go_on: GoOn = always) -> Draft:
-        draft = member.propose(budget, go_on)
-        self._draft_s += member.source.seconds
-        return draft
 
     def observe(self, checked: Checked) -> None:
         """Learn from the tokens that were tested, and enter the round in the ledgers."""
-        costs, draft, context = self._costs, checked.draft, checked.context
-        plain_s, elapsed = costs.seconds(1, context), costs.seconds(self._plain_rows, context)
-        expected = costs.seconds(self._plain_rows + len(draft), context)
-        lost = self._draft_s
-        if draft:
-            lost += expected - elapsed - max(0, checked.emitted - 1) * plain_s
-        if checked.seconds is not None and self._rounds > 1:  # the first is of a prompt
-            if draft:
-                lost += min(checked.seconds, 2 * expected) - expected  # beyond, something else happened
-            if draft.parents is None:
-                costs.observe(checked.rows, context, checked.seconds)
-        for ledger in self._ledgers:
-            ledger.add(elapsed, lost, plain_s)
+        costs, draft, context, sequences = self._costs, checked.draft, checked.context, self._sequences
+        plain_s = costs.seconds(sequences, context)
+        token_s = plain_s / sequences
+        elapsed = costs.seconds(self._rows, context)
+        branch_s = costs.branch_s if draft.parents is not None else 0.0
+        expected = costs.seconds(self._rows + len(draft), context) + branch_s
+        lost = expected - elapsed - max(0, checked.emitted - 1) * token_s  # in the target, with this draft
+        if self._rounds == 1:
+            elapsed += context / _CHUNK * costs.seconds(_CHUNK, context // 2)  # the rest of the prompt
+        elif checked.seconds is not None:
+            lost += min(checked.seconds, 2 * expected) - expected  # beyond, something else happened
+            costs.observe(checked.rows, context, max(checked.seconds - branch_s, checked.seconds / 2))
         self._since_plain = self._since_plain + 1 if draft else 0
         if self._rounds > 1:
             self._tokens = self._tokens * _RECENT + checked.emitted
-            self._units = self._units * _RECENT + (expected + self._draft_s) / plain_s
+            spent = expected + sum(member.draft_s for member in self._members)
+            self._units = self._units * _RECENT + spent / plain_s
+        total = 0.0
         for member in self._members:
-            member.idle_s += elapsed
+            member.experience.idle_s += elapsed / sequences
+            charged = member.draft_s
+            if charged:
+                charged += _CHARGED * member.reading_s
+                member.reading_s -= _CHARGED * member.reading_s
+            elif member.experience.call_s is not None:
+                member.experience.call_s *= _FORGIVING
+            member.draft_s = 0.0
             if draft and member.source.name == draft.drafter:
+                charged += lost
                 _learn(member, checked)
+            member.ledger.add(elapsed / sequences, charged, token_s)
+            total += charged
+        self._ledger.add(elapsed / sequences, total, token_s)
 
 
 _MARGIN = 1.05  # estimates are noisy, and what is chosen looks better than it is
@@ -284,29 +311,36 @@ _PROBING = 0.01  # of the time goes to tests of drafters that don't seem to pay
 _LONGEST_WAIT = 2  # failures after which tests don't become rarer, each making them half as frequent
 _ROUNDS_TO_PLAIN = 24
 _CLEARLY = 1.5  # times plain decoding: beyond, errors don't matter
-_HORIZON = 64  # tokens over which what a model must read first has to pay
+_HORIZON = 128  # tokens over which what a model must read first has to pay
+_READING = 0.04  # of their time at most goes there
+_CHARGED = 1 / 16  # of that is entered in the ledgers with each draft: it should pay in many
+_FORGIVING = 0.997  # a round, of what slow drafters took: something may have changed
+_NO_GUESS = 0.5  # the confidence that an empty draft counts as
+_CHUNK = 128  # rows in which prompts are computed
 
 
 class _Prices:
     """What draft tokens have to bring.
 
-    ``rate``: the going rate, in tokens per second. ``stake_s``: seconds that the round may lose if no token stands.
+    ``gain``: tokens per plain token's time, of late. ``rate``: the tokens per second of all sequences of the round,
+    whose time every row takes.
     """
 
-    def __init__(self, costs: ModelCosts, context: int, rows: int, rate: float, stake_s: float) -> None:
-        self._costs, self._context, self._rows = costs, context, rows
-        self.rate, self.stake_s = rate, stake_s
-        self._plain = costs.seconds(rows, context)
-        self.one_s = costs.seconds(1, context)
+    def __init__(self, costs: ModelCosts, context: int, rows: int, sequences: int, gain: float) -> None:
+        self._costs, self._context, self._rows, self._others = costs, context, rows, sequences - 1
+        self._base = costs.seconds(rows, context)
+        self._plain_s = costs.seconds(sequences, context)
+        self.token_s = self._plain_s / sequences
+        self.rate = gain / self.token_s
         self.branch_s = costs.branch_s
 
     def seconds(self, count: int) -> float:
         """Return the seconds that ``count`` draft tokens add to a round."""
-        return self._costs.seconds(self._rows + count, self._context) - self._plain
+        return self._costs.seconds(self._rows + count, self._context) - self._base
 
     def price(self, seconds: float, tokens: float, spent: float) -> float:
         """Return the tokens that so many seconds should bring in a round of so many tokens and seconds till then."""
-        return _MARGIN * seconds * max(self.rate, tokens / (self.one_s + spent))
+        return _MARGIN * seconds * max(self.rate, (self._others + tokens) / (self._plain_s + spent))
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,46 +361,68 @@ class _DraftTimes:
         first = costs.seconds(max(1, min(unread, 2)), context)
         return cls(first, costs.seconds(1, context), costs.seconds(max(1, unread), context) - first)
 
-    def correct(self, source: Source, context: int, forwards: int) -> None:
-        """Tell a model's costs what so many forwards took, the first of which read what was unread."""
-        if source.costs and forwards:
-            factor = source.seconds / (self.once + self.first + (forwards - 1) * self.next)
-            source.costs.observe(1, context, factor * self.next)
 
+def _outlook(
+    member: _Member, times: _DraftTimes, prices: _Prices, limit: int, left: int, *, surely: bool = False
+) -> float:
+    """Return the value to expect of asking a costly drafter, before anything is known of its draft.
 
-def _outlook(member: _Member, times: _DraftTimes, prices: _Prices, limit: int) -> float:
-    """Return the value to expect of asking a costly drafter, before anything is known of its draft."""
+    ``surely``: if all that it drafts stood.
+    """
+    horizon = min(left, _HORIZON)
+    if times.once > member.stake_s + _READING * horizon * prices.token_s:
+        return 0.0
     survival, tokens, spent = 1.0, 1.0, 0.0
-    value = best = -prices.rate * times.once / max(1.0, min(limit, _HORIZON) / 2)
+    value = best = 0.0
+    rounds = 1.0
     for count in range(1, limit + 1):
-        survival *= member.average(count)
+        survival *= 1.0 if surely else member.average(count)
         seconds = (times.next if count > 1 else times.first) + prices.seconds(count) - prices.seconds(count - 1)
         value += survival - prices.price(seconds, tokens, spent)
         tokens += survival
         spent += seconds
-        if spent > prices.stake_s:
+        if spent > member.stake_s:
             break
-        best = max(best, value)
-    return best
+        if value > best:
+            best, rounds = value, max(1.0, horizon / tokens)
+    return best - prices.rate * times.once / rounds
 
 
 class _Stop:
-    """Tells a costly drafter to go on while its next token can be expected to pay."""
+    """Tells a costly drafter to go on while its next token can be expected to pay.
+
+    ``count``: the tokens it asked after, each of which took its model a forward.
+    """
 
     def __init__(self, member: _Member, times: _DraftTimes, prices: _Prices) -> None:
         self._member, self._times, self._prices = member, times, prices
-        self._survival, self._count = 1.0, 0
+        self._survival, self.count = 1.0, 0
         self._tokens, self._spent = 1.0, times.first + prices.seconds(1)
 
     def __call__(self, confidence: float) -> bool:
-        self._count += 1
-        self._survival *= self._member.rate(confidence, self._count, False)
+        self.count += 1
+        self._survival *= self._member.rate(confidence, self.count, False)
         self._tokens += self._survival
-        expected = self._survival * self._member.average(self._count + 1)
-        seconds = self._times.next + self._prices.seconds(self._count + 1) - self._prices.seconds(self._count)
+        expected = self._survival * self._member.average(self.count + 1)
+        seconds = self._times.next + self._prices.seconds(self.count + 1) - self._prices.seconds(self.count)
         pays = expected > self._prices.price(seconds, self._tokens, self._spent)
         self._spent += seconds
-        return pays and self._spent <= self._prices.stake_s
+        return pays and self._spent <= self._member.stake_s
+
+
+def _ask_costly(member: _Member, budget: int, times: _DraftTimes, prices: _Prices, context: int) -> Draft:
+    """Return what a costly drafter proposes, and learn what it took."""
+    stop = _Stop(member, times, prices)
+    draft = member.propose(budget, stop)
+    if not draft:  # time spent on nothing
+        member.learn(_NO_GUESS, 1, False, False)
+        member.tested(False, False)
+    factor = member.source.seconds / (times.once + times.first + max(0, stop.count - 1) * times.next)
+    member.draft_s -= factor * times.once
+    member.reading_s += factor * times.once
+    if member.source.costs and stop.count:
+        member.source.costs.observe(1, context, factor * times.next)
+    return draft
 
 
 def _plan(draft: Draft, member: _Member, prices: _Prices) -> _Plan:
@@ -395,7 +451,7 @@ def _plan(draft: Draft, member: _Member, prices: _Prices) -> _Plan:
             grown.add(parents[i])
         if parents is not None and branched:
             after += prices.branch_s
-        if after > prices.stake_s:
+        if after > member.stake_s:
             break
         value += survivals[i] - prices.price(after - spent, tokens, spent)
         tokens += survivals[i]
@@ -409,7 +465,7 @@ def _plan(draft: Draft, member: _Member, prices: _Prices) -> _Plan:
 
 def _learn(member: _Member, checked: Checked) -> None:
     """Learn from every draft token whose parent stood: it was compared with the target's own."""
-    draft, acceptance = checked.draft, member.experience.acceptance
+    draft = checked.draft
     depths = {-1: 0, **{index: place for place, index in enumerate(checked.accepted, start=1)}}
     if checked.accepted and checked.emitted == len(checked.accepted):
         del depths[checked.accepted[-1]]  # a stop: what would follow wasn't tested
@@ -417,15 +473,10 @@ def _learn(member: _Member, checked: Checked) -> None:
     seen: set[int] = set()
     for i, confidence in enumerate(draft.confidences):
         parent = i - 1 if draft.parents is None else draft.parents[i]
-        if parent not in depths:
-            continue
-        position, alternative = depths[parent] + 1, parent in seen
-        seen.add(parent)
-        member.odds.learn(acceptance.rate(confidence, position, alternative), i in stood)
-        acceptance.learn(confidence, position, alternative, i in stood)
-    member.idle_s = 0.0
-    member.promising = bool(stood) and len(stood) == depth(draft)
-    member.failures = 0 if stood else member.failures + 1
+        if parent in depths:
+            member.learn(confidence, depths[parent] + 1, parent in seen, i in stood)
+            seen.add(parent)
+    member.tested(bool(stood), bool(stood) and len(stood) == depth(draft))
 
 
 def _survivals(draft: Draft, rates: Sequence[float]) -> list[float]:
