@@ -241,8 +241,8 @@ int64_t saki_trie_nodes(const saki_trie *trie) { return trie->trie.nodes(); }
 
 int64_t saki_trie_bytes(const saki_trie *trie) { return trie->trie.bytes(); }
 
-int32_t saki_trie_begin(saki_trie *trie, int64_t *text) {
-    return guarded([&] { *text = trie->trie.begin(); });
+int32_t saki_trie_begin(saki_trie *trie, int32_t kept, int64_t *text) {
+    return guarded([&] { *text = trie->trie.begin(kept != 0); });
 }
 
 int32_t saki_trie_append(saki_trie *trie, int64_t text, const int32_t *tokens, int64_t count) {
@@ -266,8 +266,8 @@ int32_t saki_trie_ends(const saki_trie *trie, int64_t text, int64_t *counts, int
     return guarded([&] { *found = trie->trie.ends(text, counts); });
 }
 
-int32_t saki_trie_read(const saki_trie *trie, int32_t *tokens, int64_t *texts) {
-    return guarded([&] { trie->trie.read(tokens, texts); });
+int32_t saki_trie_read(const saki_trie *trie, int64_t room, int32_t *tokens, int64_t *texts, int64_t *found) {
+    return guarded([&] { *found = trie->trie.read(room, tokens, texts); });
 }
 
 int32_t saki_trie_draft(const saki_trie *local, int64_t local_text, const saki_trie *global, int64_t global_text,

@@ -19,7 +19,7 @@
 extern "C" {
 #endif
 
-#define SAKI_VERSION 2 /* raised when this interface changes */
+#define SAKI_VERSION 3 /* raised when this interface changes */
 
 typedef struct saki_linear saki_linear;
 typedef struct saki_decoder saki_decoder;
@@ -101,7 +101,9 @@ typedef struct {
 SAKI_API int32_t saki_forward(const saki_decoder *, const saki_batch *, int32_t threads);
 
 /* A counted suffix trie of texts: how often each run of up to `depth` tokens occurs in them. max_tokens: how many are
- * remembered, the oldest being forgotten first; 0 for all. Calls on one trie from several threads take turns. */
+ * remembered, the oldest being forgotten first; 0 for all. Calls on one trie from several threads take turns. A text
+ * that is kept is never forgotten; it is in neither max_tokens nor size nor read, and its occurrences count as later
+ * than all others. */
 SAKI_API int32_t saki_trie_new(int64_t depth, int64_t max_tokens, saki_trie **made);
 SAKI_API void saki_trie_free(saki_trie *);
 SAKI_API int64_t saki_trie_size(const saki_trie *);  /* tokens remembered */
@@ -109,8 +111,8 @@ SAKI_API int64_t saki_trie_nodes(const saki_trie *); /* at most two per token */
 SAKI_API int64_t saki_trie_bytes(const saki_trie *);
 /* A text is open from begin to end; its number is never used again. Texts may grow in turns. If memory runs out in
  * append, everything is forgotten; the trie can be used on, and texts that were open still are. A negative token is a
- * mistake, and then nothing is appended. */
-SAKI_API int32_t saki_trie_begin(saki_trie *, int64_t *text);
+ * mistake, and then nothing is appended. kept: see saki_trie_new. */
+SAKI_API int32_t saki_trie_begin(saki_trie *, int32_t kept, int64_t *text);
 SAKI_API int32_t saki_trie_append(saki_trie *, int64_t text, const int32_t *tokens, int64_t count);
 SAKI_API int32_t saki_trie_end(saki_trie *, int64_t text);
 /* How often a run of tokens occurs: 0 where it is longer than depth. */
@@ -122,12 +124,13 @@ SAKI_API int32_t saki_trie_following(const saki_trie *, const int32_t *tokens, i
 /* How often the last 1, 2, .. tokens of an open text occur, the end itself included: up to depth - 1 counts. */
 SAKI_API int32_t saki_trie_ends(const saki_trie *, int64_t text, int64_t *counts, int64_t *found);
 /* The tokens remembered, in the order in which they came, and for each a number that those of its text have in common.
- */
-SAKI_API int32_t saki_trie_read(const saki_trie *, int32_t *tokens, int64_t *texts);
+ * found: how many there are; if that is more than room, nothing is written. */
+SAKI_API int32_t saki_trie_read(const saki_trie *, int64_t room, int32_t *tokens, int64_t *texts, int64_t *found);
 
 typedef struct {
-    int64_t budget;      /* most tokens in a row */
-    double min_survival; /* more than 0; a token that is less likely to stand, with all before it, isn't drafted */
+    int64_t budget;      /* most tokens in a row; max_tokens if that is less */
+    double min_survival; /* more than 0, at most 1; a token that is less likely to stand, with all before it, isn't
+                            drafted */
     int32_t tree;        /* 0: a chain */
     int64_t max_tokens;  /* room for tokens, parents and confidences */
 } saki_draft;

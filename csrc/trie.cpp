@@ -34,7 +34,7 @@ Trie::Trie(int64_t depth, int64_t max_tokens) : depth_(static_cast<uint32_t>(dep
 
 // -- texts
 
-int64_t Trie::begin() {
+int64_t Trie::begin(bool kept) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (spare_text_ == NONE) {
         make_room(texts_, 1);
@@ -46,6 +46,7 @@ int64_t Trie::begin() {
     text.points.assign(depth_, ROOT);
     spare_text_ = text.next;
     text.open = true;
+    text.kept = kept;
     return static_cast<int64_t>(text.uses) << 32 | id;
 }
 
@@ -61,14 +62,14 @@ void Trie::append(int64_t number, const int32_t *tokens, int64_t count) {
     const uint32_t id = opened(number);
     for (int64_t i = 0; i < count; ++i)
         if (tokens[i] < 0) throw std::invalid_argument("token " + std::to_string(tokens[i]) + ": must be at least 0");
-    if (count > MAX_TOKENS - texts_[id].end || (!max_tokens_ && count > MAX_TOKENS - size_))
+    if (count > MAX_TOKENS - texts_[id].end || (!max_tokens_ && count > MAX_TOKENS - size_ - kept_))
         throw std::invalid_argument("a trie has room for texts of " + std::to_string(MAX_TOKENS) + " tokens");
     try {
         for (int64_t i = 0; i < count; ++i) {
             add(id, tokens[i]);
             if (max_tokens_ && size_ > max_tokens_) forget();
         }
-    } catch (const std::bad_alloc &) {
+    } catch (...) {
         clear();
         throw;
     }
@@ -93,7 +94,7 @@ void Trie::release(uint32_t id) noexcept {
     spare_text_ = id;
 }
 
-// Forget everything, when memory has run out halfway. Texts stay open.
+// Forget everything, also what is kept, when something failed halfway, as for want of memory. Texts stay open.
 void Trie::clear() noexcept {
     nodes_.resize(1);
     nodes_[ROOT] = Node();
@@ -104,7 +105,7 @@ void Trie::clear() noexcept {
     std::fill(table_.begin(), table_.end(), 0);
     entries_ = 0;
     runs_.clear();
-    size_ = 0;
+    size_ = kept_ = 0;
     for (uint32_t id = 0; id < texts_.size(); ++id) {
         Text &text = texts_[id];
         const bool held = text.end > text.first;
@@ -121,14 +122,16 @@ void Trie::add(uint32_t id, int32_t token) {
     Text &text = texts_[id];
     make_room(text.tokens, 1);
     make_room(text.times, 1);
-    if (!runs_.empty() && runs_.back().text == id)
-        ++runs_.back().count;
-    else
-        runs_.push_back({id, 1});
+    if (!text.kept) {
+        if (!runs_.empty() && runs_.back().text == id)
+            ++runs_.back().count;
+        else
+            runs_.push_back({id, 1});
+    }
     text.tokens.push_back(token);
     text.times.push_back(now_++);
     ++text.end;
-    ++size_;
+    ++(text.kept ? kept_ : size_);
     // The leaves of count 1 that reach to the end of this text have just become longer. The other ends follow.
     const uint32_t from = std::max(text.first, text.end > depth_ ? text.end - depth_ : 0);
     for (uint32_t start = from; start < text.end; ++start) {
@@ -241,6 +244,7 @@ void Trie::absorb(uint32_t node, uint32_t child) {
 uint32_t Trie::make(uint32_t count, uint32_t id, uint32_t start) {
     uint32_t made = spare_node_;
     if (made == NONE) {
+        if (nodes_.size() >= NONE) throw std::bad_alloc();
         make_room(nodes_, 1);
         made = static_cast<uint32_t>(nodes_.size());
         nodes_.emplace_back();
@@ -268,11 +272,18 @@ uint32_t Trie::length_of(uint32_t node) const {
     return at.count == 1 ? std::min(depth_, texts_[at.text].end - at.position) : at.length;
 }
 
+// How far a node's string can be followed: one of full depth, on through the text of its last occurrence.
+uint32_t Trie::goes_to(uint32_t node) const {
+    const uint32_t length = length_of(node);
+    return length < depth_ ? length : texts_[nodes_[node].text].end - nodes_[node].position;
+}
+
 const int32_t *Trie::string_of(uint32_t node) const { return texts_[nodes_[node].text].at(nodes_[node].position); }
 
 bool Trie::began_later(uint32_t text, uint32_t position, uint32_t than_text, uint32_t than_position) const {
     if (text == than_text) return position > than_position;
     const Text &a = texts_[text], &b = texts_[than_text];
+    if (a.kept != b.kept) return a.kept;
     return static_cast<int32_t>(a.times[position - a.base] - b.times[than_position - b.base]) > 0;
 }
 
@@ -469,7 +480,7 @@ bool Trie::locate(const int32_t *tokens, int64_t count, Point &point) const {
 int64_t Trie::count(const int32_t *tokens, int64_t count) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     Point point;
-    if (count == 0) return size_;
+    if (count == 0) return size_ + kept_;
     return locate(tokens, count, point) ? nodes_[point.node].count : 0;
 }
 
@@ -511,8 +522,9 @@ int64_t Trie::ends(int64_t number, int64_t *counts) const {
     return known;
 }
 
-void Trie::read(int32_t *tokens, int64_t *texts) const {
+int64_t Trie::read(int64_t room, int32_t *tokens, int64_t *texts) const {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (size_ > room) return size_;
     std::vector<uint32_t> positions;
     for (const Text &text : texts_) positions.push_back(text.first);
     for (const Run &run : runs_) {
@@ -521,14 +533,20 @@ void Trie::read(int32_t *tokens, int64_t *texts) const {
         texts = std::fill_n(texts, run.count, run.text);
         positions[run.text] += run.count;
     }
+    return size_;
 }
 
 // -- drafting
 
 std::vector<DraftToken> Trie::draft(const Trie &local, int64_t local_text, const Trie &global, int64_t global_text,
-                                    const DraftOptions &options) {
+                                    const DraftOptions &given) {
     if (&local == &global) throw std::invalid_argument("a draft needs two tries");
-    const std::lock_guard<std::mutex> local_lock(local.mutex_), global_lock(global.mutex_);
+    if (!(given.min_survival > 0 && given.min_survival <= 1))
+        throw std::invalid_argument("min_survival " + std::to_string(given.min_survival) +
+                                    ": must be more than 0, at most 1");
+    DraftOptions options = given;
+    options.budget = std::min(given.budget, given.max_tokens);
+    const std::scoped_lock lock(local.mutex_, global.mutex_);
     const Text &text = local.texts_[local.opened(local_text)], &shared = global.texts_[global.opened(global_text)];
     const uint32_t local_ends = local.known_ends(text), shared_ends = global.known_ends(shared);
 
@@ -542,17 +560,17 @@ std::vector<DraftToken> Trie::draft(const Trie &local, int64_t local_text, const
     }
 
     Match best;
-    const auto consider = [&](const Trie &trie, uint32_t node, uint32_t length) {
-        Match match{&trie, {node, length}, 0, &trie == &local};
+    const auto consider = [&](const Trie &trie, uint32_t node, uint32_t length, double unseen) {
+        Match match{&trie, {node, length}, &trie == &local, unseen, 0};
         match.score = trie.score(match, options);
         if (match.score > best.score) best = match;
     };
     for (uint32_t length = std::max(local.depth_, global.depth_) - 1; length > 0; --length) {
-        if (length <= local_ends) consider(local, text.points[(text.end - length) % local.depth_], length);
+        if (length <= local_ends) consider(local, text.points[(text.end - length) % local.depth_], length, 0);
         if (length <= shared_ends)
-            consider(global, shared.points[(shared.end - length) % global.depth_], length);
+            consider(global, shared.points[(shared.end - length) % global.depth_], length, 0);
         else if (length - shared_ends <= before_shared.size())
-            consider(global, before_shared[length - shared_ends - 1], length);
+            consider(global, before_shared[length - shared_ends - 1], length, 1);
     }
     return best.trie ? best.trie->expand(best, options) : std::vector<DraftToken>();
 }
@@ -560,21 +578,19 @@ std::vector<DraftToken> Trie::draft(const Trie &local, int64_t local_text, const
 // The sum of survivals along the most frequent children.
 double Trie::score(const Match &match, const DraftOptions &options) const {
     Point at = match.point;
-    uint32_t reach = length_of(at.node);
+    uint32_t reach = goes_to(at.node);
     double survival = 1, sum = 0;
-    bool loops = false;
     for (uint32_t drafted = 0; drafted < options.budget; ++drafted) {
-        double count = 1, of = 1;
+        double count = nodes_[at.node].count;
+        const double of = count + (drafted ? 0 : match.unseen);
         if (at.length < reach) {
             ++at.length;
         } else if (nodes_[at.node].degree) {
-            of = nodes_[at.node].count;
             at = {links_[nodes_[at.node].children], at.length + 1};
-            reach = length_of(at.node);
+            reach = goes_to(at.node);
             count = nodes_[at.node].count;
-        } else if (!loops) {
-            loops = match.local && drafted && at.length < depth_;
-            if (!loops) break;
+        } else if (!match.local || !drafted) {
+            break;
         }
         survival *= confidence_of(count, of, match.point.length + drafted);
         if (survival < options.min_survival) break;
@@ -593,6 +609,7 @@ std::vector<DraftToken> Trie::expand(const Match &match, const DraftOptions &opt
         return before(b.point.node, a.point.node);
     };
     const auto offer = [&](Candidate candidate, double survival, double count, double of) {
+        if (!candidate.drafted) of += match.unseen;
         candidate.confidence = confidence_of(count, of, match.point.length + candidate.drafted);
         candidate.survival = survival * candidate.confidence;
         if (candidate.survival < options.min_survival || candidate.drafted >= options.budget) return;
@@ -607,17 +624,18 @@ std::vector<DraftToken> Trie::expand(const Match &match, const DraftOptions &opt
               nodes_[child].count, nodes_[node].count);
     };
     const auto go_on = [&](Point at, int32_t parent, uint32_t before_it, uint32_t loop, double survival) {
-        if (!loop && at.length < length_of(at.node)) {
+        const double count = nodes_[at.node].count;
+        if (!loop && at.length < goes_to(at.node)) {
             const int32_t token = string_of(at.node)[at.length];
-            offer({0, 0, token, parent, before_it, {at.node, at.length + 1}, NONE, 0}, survival, 1, 1);
+            offer({0, 0, token, parent, before_it, {at.node, at.length + 1}, NONE, 0}, survival, count, count);
         } else if (!loop && nodes_[at.node].degree) {
             offer_child(at.node, 0, at.length, parent, before_it, survival);
-        } else if (loop || (match.local && before_it && at.length < depth_)) {
+        } else if (loop || (match.local && before_it)) {
             // The end of the text, which the draft follows: so it follows itself.
             if (!loop) loop = before_it;
             int32_t back = parent;
             for (uint32_t i = 1; i < loop; ++i) back = drafted[back].parent;
-            offer({0, 0, drafted[back].token, parent, before_it, at, NONE, loop}, survival, 1, 1);
+            offer({0, 0, drafted[back].token, parent, before_it, at, NONE, loop}, survival, count, count);
         }
     };
     go_on(match.point, -1, 0, 0, 1);

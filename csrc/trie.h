@@ -4,7 +4,8 @@
 // A node stands for a run of tokens, its string. Paths are compressed: there is a node where an occurrence ends (the
 // text does, or the run is `depth` long) and where occurrences part, nowhere else; so there are at most two per token.
 // A node's string is read from the text, where its most recent occurrence is. Occurrences are forgotten in the order in
-// which they began, so that one is there as long as the node is.
+// which they began, so that one is there as long as the node is. Those of texts that are kept count as later than all
+// others.
 //
 // A node of count 1 is a leaf, and its string reaches as far as its text or `depth` allow: it grows by itself. So a
 // token costs something only for those ends of its text that have occurred before.
@@ -18,8 +19,8 @@
 namespace sakiyomi {
 
 struct DraftOptions {
-    int64_t budget;       // tokens in a row
-    double min_survival;  // of the last token
+    int64_t budget;       // tokens in a row; no more than max_tokens, whatever it says
+    double min_survival;  // of the last token; more than 0, at most 1
     bool tree;            // or a chain
     int64_t max_tokens;   // in all
 };
@@ -31,10 +32,10 @@ struct DraftToken {
 
 class Trie {
   public:
-    // max_tokens: how many are remembered, 0 for all.
+    // max_tokens: how many are remembered, but for those of texts that are kept; 0 for all.
     Trie(int64_t depth, int64_t max_tokens);
 
-    int64_t begin();  // a new text, empty
+    int64_t begin(bool kept);  // a new text, empty; what is kept is never forgotten, and in neither size nor read
     void append(int64_t text, const int32_t *tokens, int64_t count);
     void end(int64_t text);  // nothing will be appended
 
@@ -48,8 +49,9 @@ class Trie {
     int64_t following(const int32_t *tokens, int64_t count, int64_t most, int32_t *next, int64_t *counts) const;
     // How often the last 1, 2, .. tokens of a text occur: at most depth - 1 counts.
     int64_t ends(int64_t text, int64_t *counts) const;
-    // The tokens in the order in which they came, and the number of each one's text.
-    void read(int32_t *tokens, int64_t *texts) const;
+    // The tokens in the order in which they came, and the number of each one's text: nothing if there is room for fewer
+    // than there are. Returns how many there are.
+    int64_t read(int64_t room, int32_t *tokens, int64_t *texts) const;
 
     // What is likely to follow the text of `local`, from both tries. The text of `global` is an end of the other one.
     static std::vector<DraftToken> draft(const Trie &local, int64_t local_text, const Trie &global, int64_t global_text,
@@ -78,7 +80,7 @@ class Trie {
         uint32_t base = 0, first = 0, end = 0;  // positions; what is before `first` is forgotten
         uint32_t uses = 0;                      // of this place, so that no two texts have the same number
         uint32_t next = NONE;                   // of the free ones
-        bool open = false;
+        bool open = false, kept = false;
 
         const int32_t *at(uint32_t position) const { return tokens.data() + (position - base); }
     };
@@ -87,7 +89,7 @@ class Trie {
         uint32_t text, count;
     };
 
-    // A string of the trie that need not end at a node: `length` tokens of the node's.
+    // A string that need not end at a node: `length` tokens of the node's, and of what follows its last occurrence.
     struct Point {
         uint32_t node, length;
     };
@@ -106,8 +108,9 @@ class Trie {
     struct Match {
         const Trie *trie = nullptr;
         Point point{};
-        double score = 0;
         bool local = false;
+        double unseen = 0;  // 1 where the occurrences counted don't include the end of the text itself
+        double score = 0;
     };
 
     // Appending and forgetting.
@@ -129,6 +132,7 @@ class Trie {
     uint32_t take_block(uint16_t room);
     void give_block(uint32_t block, uint16_t room) noexcept;
     uint32_t length_of(uint32_t node) const;
+    uint32_t goes_to(uint32_t node) const;
     const int32_t *string_of(uint32_t node) const;
     bool began_later(uint32_t text, uint32_t position, uint32_t than_text, uint32_t than_position) const;
     void saw(uint32_t node, uint32_t id, uint32_t start);
@@ -150,7 +154,7 @@ class Trie {
 
     const uint32_t depth_;
     const int64_t max_tokens_;
-    int64_t size_ = 0;
+    int64_t size_ = 0, kept_ = 0;
     uint32_t now_ = 0;
     std::vector<Node> nodes_;
     uint32_t spare_node_ = NONE;

@@ -592,7 +592,7 @@ def test_a_memory_that_cannot_be_used_costs_no_loading(monkeypatch, capsys, tmp_
 
 @needs_suffix
 def test_a_memory_that_cannot_be_saved_is_told_after_the_answer(monkeypatch, capsys, loaded, tmp_path):
-    def save(self, path):
+    def save(self, path, tokenizer=None):
         raise sakiyomi.OptionError(f"{path}: can't be written (No space left on device)")
 
     monkeypatch.setattr(SuffixDrafter, "save", save)
@@ -601,6 +601,18 @@ def test_a_memory_that_cannot_be_saved_is_told_after_the_answer(monkeypatch, cap
     assert status == 2
     assert out.strip()
     assert err == f"sakiyomi: --memory {tmp_path / 'memory'}: can't be written (No space left on device)\n"
+
+
+@needs_suffix
+@pytest.mark.usefixtures("loaded")
+def test_a_memory_of_another_tokenizer_is_refused(tmp_path):
+    file = tmp_path / "memory"
+    assert run(cli.app, ["generate", "x", "-n", "5", "--memory", str(file)]).exit_code == 0
+    assert run(cli.app, ["generate", "x", "-n", "5", "--memory", str(file)]).exit_code == 0
+    drafter = SuffixDrafter.load(file)
+    drafter.save(file, "another")
+    result = run(cli.app, ["generate", "x", "-n", "5", "--memory", str(file)])
+    assert "holds what another tokenizer's model wrote; use another file" in str(result.exception)
 
 
 @needs_suffix

@@ -12,7 +12,9 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator, Sequence
+from ctypes import byref, c_int32, c_int64
 
 import numpy as np
 import pytest
@@ -34,24 +36,28 @@ pytestmark = pytest.mark.skipif(not core.available(), reason="the compiled core 
 
 
 class Naive:
-    """A suffix trie that counts everything anew. Times are those of tokens, in all texts."""
+    """A suffix trie that counts everything anew. Times are those of tokens, in all texts; kept ones come last."""
 
     def __init__(self, depth: int, max_tokens: int | None = None) -> None:
         self.depth, self.max_tokens = depth, max_tokens
         self.texts: list[list[tuple[int, int]]] = []
+        self.kept: set[int] = set()
         self._order: list[int] = []
         self._now = 0
         self._counted: tuple[dict, dict, dict] | None = None
 
-    def begin(self) -> int:
+    def begin(self, *, kept: bool = False) -> int:
         self.texts.append([])
+        if kept:
+            self.kept.add(len(self.texts) - 1)
         return len(self.texts) - 1
 
     def append(self, text: int, tokens: Sequence[int]) -> None:
         for token in tokens:
-            self.texts[text].append((token, self._now))
+            self.texts[text].append((token, self._now + 10**9 * (text in self.kept)))
             self._now += 1
-            self._order.append(text)
+            if text not in self.kept:
+                self._order.append(text)
             if self.max_tokens and len(self._order) > self.max_tokens:
                 del self.texts[self._order.pop(0)][0]
         self._counted = None
@@ -89,6 +95,14 @@ class Naive:
         """Return the runs that are a token longer, the best first."""
         return self._all()[2].get(run, [])
 
+    def after(self, run: tuple[int, ...]) -> tuple[int, ...]:
+        """Return what follows a run where it occurred last, as far as that text goes."""
+        for text in self.texts:
+            for start, (_, time) in enumerate(text):
+                if time == self.began(run):
+                    return tuple(token for token, _ in text[start + len(run) :])
+        raise AssertionError
+
     def nodes(self) -> int:
         """Return how many runs end somewhere or go on in more than one way."""
         return sum([self.counts[longer] for longer in self.longer(run)] != [n] for run, n in self.counts.items())
@@ -102,21 +116,30 @@ class Naive:
 
 
 class NaiveDrafts:
-    """The rule of drafting, word by word."""
+    """The rule of drafting, word by word. ``own`` has one text; ``output``: the number of its end in ``shared``."""
 
     def __init__(
-        self, own: Naive, shared: Naive, budget: int, min_survival: float, tree: bool, max_nodes: int | None
+        self, own: Naive, shared: Naive, output: int, budget: int, min_survival: float, tree: bool, max_nodes: int
     ) -> None:
-        self.own, self.shared, self.tree = own, shared, tree
-        self.budget, self.min_survival, self.max_nodes = budget, min_survival, max_nodes
-        self.looped = False
+        self.own, self.shared, self.output, self.tree = own, shared, output, tree
+        self.budget = min(budget, max_nodes) if tree else budget
+        self.min_survival, self.max_nodes = min_survival, max_nodes
+        self.looped = self.copied = False
+
+    def seen(self, trie: Naive, match: tuple) -> int:
+        """Return how often a match occurs other than at the end of the text itself."""
+        return trie.counts[match] - (len(match) <= len(trie.texts[0 if trie is self.own else self.output]))
 
     def next(self, trie: Naive, run: tuple, path: tuple, loop: int) -> Iterator[tuple[tuple, int, float, int, int]]:
         """Yield what may come after a draft: run, token, share, when it began, and how far back the draft repeats."""
-        if not loop and (runs := trie.longer(run)):
+        deep, copied = run[: trie.depth], len(run) - trie.depth
+        if not loop and copied >= 0 and copied < len(after := trie.after(deep)):
+            yield (*run, after[copied]), after[copied], 1.0, 0, 0
+        elif not loop and (runs := trie.longer(run)):
+            of = trie.counts[run] if path else self.seen(trie, run) + 1
             for longer in runs:
-                yield longer, longer[-1], trie.counts[longer] / trie.counts[run], trie.began(longer), 0
-        elif loop or (trie is self.own and path and len(run) < trie.depth):
+                yield longer, longer[-1], trie.counts[longer] / of, trie.began(longer), 0
+        elif loop or (trie is self.own and path):
             loop = loop or len(path)
             yield run, path[len(path) - loop], 1.0, 0, loop
 
@@ -161,6 +184,7 @@ class NaiveDrafts:
             open_.remove(found)
             (survival, parent, _), confidence, run, path, loop = found
             self.looped |= loop > 0
+            self.copied |= len(run) > trie.depth
             tokens.append(path[-1])
             parents.append(parent)
             confidences.append(confidence)
@@ -176,7 +200,8 @@ growth = st.lists(pieces, max_size=30)
 
 
 def compare(trie: SuffixTrie, naive: Naive, numbers: dict[int, int]) -> None:
-    assert len(trie) == sum(map(len, naive.texts))
+    assert len(trie) == sum(len(text) for i, text in enumerate(naive.texts) if i not in naive.kept)
+    assert trie.count([]) == sum(map(len, naive.texts))
     assert {run: trie.count(run) for run in naive.counts} == naive.counts
     for run in [(), *naive.counts]:
         expected = naive.following(run)
@@ -191,16 +216,22 @@ def compare(trie: SuffixTrie, naive: Naive, numbers: dict[int, int]) -> None:
 
 
 @settings(max_examples=40 if SANITIZED else 200)
-@given(growth, st.integers(2, 9), st.one_of(st.none(), st.integers(1, 40)), st.sets(st.integers(0, 30)))
-def test_a_trie_counts_as_if_everything_were_counted_anew(steps, depth, max_tokens, ends):
-    """Texts that grow in turns, of which some end and others begin; the oldest tokens are forgotten."""
+@given(
+    growth,
+    st.integers(2, 9),
+    st.one_of(st.none(), st.integers(1, 40)),
+    st.sets(st.integers(0, 30)),
+    st.sets(st.integers(0, 3), max_size=2),
+)
+def test_a_trie_counts_as_if_everything_were_counted_anew(steps, depth, max_tokens, ends, kept):
+    """Texts that grow in turns, of which some end and others begin; the oldest tokens are forgotten, or kept."""
     trie, naive = SuffixTrie(depth, max_tokens), Naive(depth, max_tokens)
     numbers: dict[int, int] = {}
     slots: dict[int, int] = {}
     for i, (slot, tokens) in enumerate(steps):
         if slot not in slots:
-            slots[slot] = trie.begin()
-            numbers[slots[slot]] = naive.begin()
+            slots[slot] = trie.begin(kept=slot in kept)
+            numbers[slots[slot]] = naive.begin(kept=slot in kept)
         trie.append(slots[slot], tokens)
         naive.append(numbers[slots[slot]], tokens)
         if i in ends:
@@ -268,9 +299,12 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("kind", TEXTS)
-@pytest.mark.parametrize(("length", "ends"), [(20_000, True), (200, True), (20_000, False)])
+@pytest.mark.parametrize(("length", "ends"), [(20_000, True), (200, True), (3, True), (1, True), (20_000, False)])
 def test_memory_is_bounded(kind, length, ends):
-    """As many tokens again and again: in a few long texts, in many short ones, in one that doesn't end."""
+    """As many tokens again and again: in a few long texts, in many short ones, in one that doesn't end.
+
+    About 100 bytes for each token and 200 for each text.
+    """
     limit = 4096
     trie, rng = SuffixTrie(32, limit), random.Random(3)
     text = trie.begin()
@@ -284,11 +318,11 @@ def test_memory_is_bounded(kind, length, ends):
                 text = trie.begin()
         return trie.nbytes
 
-    first = fill(60_000)
+    first = fill(60_000 if length >= 200 else 10_000)
     assert len(trie) == limit
     assert trie.nodes <= 2 * limit
-    assert first <= 160 * limit
-    assert fill(100_000) <= 1.1 * first
+    assert first <= (110 if length >= 200 else 100 + 200 / length) * limit
+    assert fill(100_000 if length >= 200 else 20_000) <= 1.1 * first
 
 
 def test_nothing_is_left_of_texts_that_are_forgotten():
@@ -351,6 +385,48 @@ def test_what_was_read_is_in_the_order_in_which_it_came():
     assert texts[0] != texts[2]
 
 
+def test_what_there_is_no_room_for_is_not_read():
+    trie = SuffixTrie(4)
+    trie.append(trie.begin(), [1, 2, 3])
+    for room, expected in ((0, [0] * 4), (2, [0] * 4), (3, [1, 2, 3, 0]), (4, [1, 2, 3, 0])):
+        tokens, texts, found = (c_int32 * 4)(), (c_int64 * 4)(7, 7, 7, 7), c_int64()
+        assert trie._library.saki_trie_read(trie.handle, room, tokens, texts, byref(found)) == 0
+        assert found.value == 3
+        assert tokens[:] == expected
+        assert texts[:] == ([0, 0, 0, 7] if room >= 3 else [7] * 4)
+
+
+def test_a_trie_that_grows_while_it_is_read_is_read_as_it_is_then(monkeypatch):
+    trie = SuffixTrie(4)
+    text = trie.begin()
+    trie.append(text, [1, 2, 3])
+
+    def size_then_more(self: SuffixTrie) -> int:
+        size = int(self._library.saki_trie_size(self.handle))
+        trie.append(text, range(10 * size))
+        return size
+
+    monkeypatch.setattr(SuffixTrie, "__len__", size_then_more)
+    tokens, texts = trie.read()
+    assert tokens.tolist() == [1, 2, 3, *range(30)]
+    assert len(texts) == 33
+
+
+def test_what_is_kept_is_not_forgotten_nor_read():
+    trie = SuffixTrie(4, 3)
+    kept, text = trie.begin(kept=True), trie.begin()
+    trie.append(kept, [1, 2, 3, 4, 5])
+    trie.append(text, [1, 2, 6, 1, 2, 6])
+    assert len(trie) == 3
+    assert trie.read()[0].tolist() == [1, 2, 6]
+    assert trie.count([1, 2]) == 2
+    assert trie.following([1, 2]) == [(3, 1), (6, 1)]  # as frequent: the one that is kept
+    trie.end(kept)
+    trie.append(text, [7] * 50)
+    assert trie.read()[0].tolist() == [7] * 3
+    assert trie.count([1, 2, 3, 4]) == trie.count([5]) == 1
+
+
 @pytest.mark.skipif(SANITIZED or sys.platform != "linux", reason="limits the address space")
 def test_a_trie_is_of_use_after_memory_ran_out():
     code = """
@@ -360,6 +436,7 @@ def test_a_trie_is_of_use_after_memory_ran_out():
         a, b = trie.begin(), trie.begin()
         tokens = random.Random(0).choices(range(1000), k=200_000)
         trie.append(a, tokens[:1000])
+        trie.append(trie.begin(kept=True), tokens[:100])
         used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, resource.RLIM_INFINITY))
         failed = 0
@@ -376,6 +453,7 @@ def test_a_trie_is_of_use_after_memory_ran_out():
         trie.append(a, [1, 2, 1, 2, 3])
         trie.append(b, [1, 2])
         assert trie.count([1, 2]) == 3
+        assert trie.count([]) == 7
         assert trie.following([1, 2]) == [(3, 1), (1, 1)]
         print("went on")
     """
@@ -393,7 +471,7 @@ def naive_of(drafter_texts: Sequence[Sequence[int]], depth: int, max_tokens: int
     return naive
 
 
-SEEN: dict[str, int] = dict.fromkeys(("none", "chain", "tree", "looped", "own", "shared"), 0)
+SEEN: dict[str, int] = dict.fromkeys(("none", "chain", "tree", "looped", "copied", "own", "shared"), 0)
 
 
 @settings(max_examples=80 if SANITIZED else 400)
@@ -415,7 +493,8 @@ def test_a_draft_is_what_the_rule_says(data):
         min_survival=min_survival,
         reference=reference,
     )
-    shared = naive_of([reference], depth, max_tokens)
+    shared = Naive(depth, max_tokens)
+    shared.append(shared.begin(kept=True), reference)
     prompt = data.draw(text_of)
     other, session = drafter.session([], PARAMS), drafter.session(prompt, PARAMS)
     other_text, output = shared.begin(), shared.begin()
@@ -429,14 +508,15 @@ def test_a_draft_is_what_the_rule_says(data):
         text += gained
         budget = data.draw(st.integers(0, 20))
         own = naive_of([text], depth)
-        rule = NaiveDrafts(own, shared, budget, min_survival, tree, max_nodes)
+        rule = NaiveDrafts(own, shared, output, budget, min_survival, tree, max_nodes)
         expected = rule.draft(tuple(text))
         found = session.propose(budget)
         assert (found.tokens, found.parents, found.confidences) == expected
         well_formed(found, budget, max_nodes if tree else None, min_survival)
         SEEN["none" if not found else "tree" if found.parents else "chain"] += 1
         SEEN["looped"] += rule.looped
-        alone = NaiveDrafts(own, Naive(depth), budget, min_survival, tree, max_nodes).draft(tuple(text))
+        SEEN["copied"] += rule.copied
+        alone = NaiveDrafts(own, Naive(depth), 0, budget, min_survival, tree, max_nodes).draft(tuple(text))
         SEEN["own" if alone == expected else "shared"] += 1
 
 
@@ -482,10 +562,29 @@ def test_the_most_frequent_continuation_is_followed():
 
 def test_of_equal_scores_the_longer_match_wins_then_the_own_text():
     """Scores of a single token: share * n / (n + 1) after a match of n."""
-    longer = drafted("cYcYcYabc", 1, reference="abcXabcZ")
-    assert longer == "Z"  # 1/2 * 3/4 after abc elsewhere; Y has 3/4 * 1/2 after c here
-    assert drafted("cYcYcYcYabc", 1, reference="abcXabcZ") == "Y"  # 4/5 * 1/2
-    assert drafted("cYc", 1, reference="cXcZ") == "Y"  # 1/2 * 1/2 here and elsewhere
+    longer = drafted("cYabc", 1, reference="abcXabcZ")
+    assert longer == "Z"  # 1/3 * 3/4 after abc elsewhere; Y has 1/2 * 1/2 after c here
+    assert drafted("cYcYabc", 1, reference="abcXabcZ") == "Y"  # 2/3 * 1/2
+    assert drafted("cYc", 1, reference="cX") == "Y"  # 1/2 * 1/2 here and elsewhere
+
+
+def test_the_first_confidence_is_the_same_wherever_the_match_is():
+    """One more than was seen: also where the text is counted and where it is only partly."""
+    for times in (1, 2, 5):
+        for prompt in range(5):
+            drafter = SuffixDrafter(reference=[1, 2, 3, 4, 5] * times, tree=False)
+            session = drafter.session([0, 1, 2, 3][:prompt], PARAMS)
+            session.observe([0, 1, 2, 3][prompt:])
+            draft = session.propose(2)
+            assert draft.tokens == (4, 5)
+            assert draft.confidences == (times / (times + 1) * 3 / 4, 4 / 5)
+        own = SuffixDrafter(tree=False).session([1, 2, 3, 4, 5] * times + [0, 1, 2, 3], PARAMS).propose(2)
+        assert own.tokens == (4, 5)
+        assert own.confidences == (times / (times + 1) * 3 / 4, 4 / 5)
+
+
+def test_one_witness_of_a_token_elsewhere_is_less_than_one_of_three_tokens_here():
+    assert drafted("abcX abc", 1, reference="cY") == "X"
 
 
 def test_the_end_of_the_text_is_no_match_for_itself():
@@ -507,7 +606,7 @@ def test_a_text_that_repeats_itself_goes_on():
 
 
 def test_the_draft_is_the_longer_the_longer_the_match_is():
-    """By the confidences alone: a survival of 0.1 is at most nine times the match away."""
+    """By the confidences alone: after a half for what was seen once, a survival of 0.1 is four times the match away."""
     text = [*range(100, 200)]
     lengths = []
     for size in (1, 2, 3, 8):
@@ -515,9 +614,55 @@ def test_the_draft_is_the_longer_the_longer_the_match_is():
         session = drafter.session(text[20 - size : 20], PARAMS)
         draft = session.propose(100)
         assert draft.tokens == tuple(text[20 : 20 + len(draft)])
-        assert draft.confidences[:2] == (size / (size + 1), (size + 1) / (size + 2))
+        assert draft.confidences[:2] == (size / (size + 1) / 2, (size + 1) / (size + 2))
         lengths.append(len(draft))
-    assert [9 * size - length in (0, 1) for size, length in zip((1, 2, 3, 8), lengths, strict=True)] == [True] * 4
+    assert [4 * size - length in (0, 1) for size, length in zip((1, 2, 3, 8), lengths, strict=True)] == [True] * 4
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_long_copy_goes_on_beyond_the_depth(tree):
+    """In the text of the last occurrence of the longest match, to its end."""
+    passage = [*range(1000, 1300)]
+    options = {"depth": 32, "tree": tree, "max_nodes": 1000}
+    draft = SuffixDrafter(reference=passage, **options).session(passage[:100], PARAMS).propose(500)
+    assert draft.tokens == tuple(passage[100:])
+    assert draft.parents is None
+    assert draft.confidences == (31 / 32 / 2, *((31 + i) / (32 + i) for i in range(1, 200)))
+    assert len(SuffixDrafter(reference=passage, **options).session(passage[:100], PARAMS).propose(150)) == 150
+    # The text itself goes on as it began, and the last of several occurrences is followed.
+    draft = SuffixDrafter(**options).session(passage[:60] * 2 + passage[:40], PARAMS).propose(200)
+    assert draft.tokens == tuple((passage[:60] * 5)[40:][: len(draft)])
+    assert len(draft) == 200
+    shared = SuffixDrafter(reference=[*passage[:80], 1, 2, 3, *passage[:80], 4, 5, 6], **options)
+    assert shared.session(passage[:45], PARAMS).propose(200).tokens == (*passage[45:80], 4, 5, 6)
+
+
+def test_a_copy_counts_as_far_as_it_goes():
+    """Sums of 1.78 here, 1.14 of it before the end of the text, and 1.65 after c elsewhere."""
+    assert drafted("abcdabc", 8, reference="cXYZWVUTS" * 9, depth=4) == "dabcdabc"
+    assert drafted("abcdabc", 4, reference="cXYZWVUTS" * 9, depth=4) == "XYZW"  # 1.14 and 1.16
+
+
+def test_a_copy_is_of_what_is_remembered():
+    """The oldest tokens are forgotten, and their memory is used again, while there are drafts from what is left."""
+    rng = random.Random(5)
+    passages = [rng.choices(range(30), k=60) for _ in range(3)]
+    drafter, shared = SuffixDrafter(depth=6, max_tokens=150, max_nodes=200), Naive(6, 150)
+    copied = 0
+    for _ in range(6):
+        prompt = rng.choice(passages)[:20]
+        session, output, text = drafter.session(prompt, PARAMS), shared.begin(), list(prompt)
+        passage = rng.choice(passages)
+        for start in range(0, 60, 12):
+            gained = passage[start : start + 12]
+            session.observe(gained)
+            shared.append(output, gained)
+            text += gained
+            found = session.propose(40)
+            rule = NaiveDrafts(naive_of([text], 6), shared, output, 40, 0.05, True, 200)
+            assert (found.tokens, found.parents, found.confidences) == rule.draft(tuple(text))
+            copied += rule.copied
+    assert copied > 10
 
 
 def test_no_more_is_proposed_than_the_budget_in_a_row():
@@ -641,6 +786,44 @@ def test_a_draft_needs_open_texts_of_two_tries():
         drafts.draft(3)
 
 
+@pytest.mark.parametrize("min_survival", [0, -0.5, 1.5, float("nan")])
+def test_a_draft_without_an_end_is_refused(min_survival):
+    trie, other = SuffixTrie(4), SuffixTrie(4)
+    texts = trie.begin(), other.begin()
+    trie.append(texts[0], [1, 1, 1])
+    with pytest.raises(ValueError, match=r"min_survival.*: must be more than 0, at most 1"):
+        SuffixDrafts(trie, texts[0], other, texts[1], min_survival=min_survival, tree=False, max_nodes=8)
+    drafts = SuffixDrafts(trie, texts[0], other, texts[1], min_survival=1e-3, tree=True, max_nodes=8)
+    drafts._options.min_survival = min_survival
+    with pytest.raises(ValueError, match=r"min_survival.*: must be more than 0, at most 1"):
+        drafts.draft(2**62)
+    drafts._options.min_survival = 1e-300
+    assert drafts.draft(2**62)[0] == (1,) * 8  # at once: there is room for no more
+
+
+def test_two_tries_may_draft_from_each_other_at_a_time():
+    one, other = SuffixTrie(4), SuffixTrie(4)
+    texts = one.begin(), other.begin()
+    one.append(texts[0], [1, 2, 1])
+    other.append(texts[1], [1, 3, 1])
+    options = {"min_survival": 0.01, "tree": True, "max_nodes": 8}
+    both = (
+        SuffixDrafts(one, texts[0], other, texts[1], **options),
+        SuffixDrafts(other, texts[1], one, texts[0], **options),
+    )
+
+    def draft(drafts: SuffixDrafts) -> None:
+        for _ in range(20_000):
+            drafts.draft(4)
+
+    threads = [threading.Thread(target=draft, args=[drafts], daemon=True) for drafts in both]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
 # -- options
 
 
@@ -671,6 +854,15 @@ def test_a_reference_that_is_not_tokens_is_refused():
     for reference in ([1, -2], [1.5], [2**31], "text"):
         with pytest.raises(OptionError, match="reference: token"):
             SuffixDrafter(reference=reference)
+
+
+@pytest.mark.parametrize("reference", [None, 5, iter([1, 2])])
+def test_a_reference_that_is_no_sequence_is_refused(reference, tmp_path):
+    with pytest.raises(OptionError, match=r"^reference=.*: must be a sequence of token ids$"):
+        SuffixDrafter(reference=reference)
+    taught()[0].save(tmp_path / "learned")
+    with pytest.raises(OptionError, match=r"^reference=.*: must be a sequence of token ids$"):
+        SuffixDrafter.load(tmp_path / "learned", reference=reference)
 
 
 def test_it_says_that_it_needs_the_compiled_core(monkeypatch):
@@ -704,7 +896,7 @@ def test_the_extremes_of_the_options_work():
 def taught(seed: int = 0, **options) -> tuple[SuffixDrafter, list[SuffixSession]]:
     """Return a drafter that has learned from requests that came one after another, and meanwhile."""
     rng = random.Random(seed)
-    drafter = SuffixDrafter(depth=6, max_tokens=60, reference=rng.choices(range(3), k=20), **options)
+    drafter = SuffixDrafter(depth=6, max_tokens=60, **options)
     sessions = []
     for _ in range(5):
         sessions.append(drafter.session(rng.choices(range(3), k=10), PARAMS))
@@ -734,11 +926,11 @@ def contents(path) -> tuple[dict, dict]:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("with_reference", [False, True])
 def test_a_loaded_drafter_drafts_as_the_saved_one(tmp_path, seed, with_reference):
-    drafter, sessions = taught(seed)
+    options = {"reference": random.Random(seed).choices(range(3), k=20)} if with_reference else {}
+    drafter, sessions = taught(seed, **options)
     path = tmp_path / "learned.safetensors"
     drafter.save(path)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
-    options = {"reference": random.Random(seed).choices(range(3), k=20)} if with_reference else {}
     loaded = SuffixDrafter.load(path, depth=6, max_tokens=60, **options)
     again = tmp_path / "again"
     loaded.save(again)
@@ -747,22 +939,99 @@ def test_a_loaded_drafter_drafts_as_the_saved_one(tmp_path, seed, with_reference
     same_drafts(drafter, loaded)
 
 
-def test_the_reference_of_the_saved_drafter_is_not_counted_twice(tmp_path):
-    drafter, path = SuffixDrafter(reference=[50, 51, 52]), tmp_path / "learned"
-    for _ in range(2):
+def test_a_reference_is_not_forgotten_nor_saved(tmp_path):
+    path, reference = tmp_path / "learned", [50, 51, 52, 53]
+    drafter = SuffixDrafter(reference=reference, max_tokens=3)
+    for _ in range(3):
+        drafter.session([], PARAMS).observe([1, 2, 3, 4])
+        assert drafter.session([50, 51], PARAMS).propose(2).tokens == (52, 53)
+        assert drafter.session([2], PARAMS).propose(2).tokens == (3, 4)
         drafter.save(path)
-        drafter = SuffixDrafter.load(path, reference=[50, 51, 52])
-        assert drafter._shared.read()[0].tolist() == [50, 51, 52]
-
-
-def test_a_reference_of_its_own_comes_before_what_was_saved(tmp_path):
-    path = tmp_path / "learned"
-    taught()[0].save(path)
-    loaded = SuffixDrafter.load(path, reference=[50, 51, 52])
-    assert loaded.session([50, 51], PARAMS).propose(1).tokens == (52,)
-    assert loaded._shared.read()[0].tolist()[:3] == [50, 51, 52]
+        assert contents(path)[1]["tokens"][1] == [2, 3, 4]
+        assert SuffixDrafter.load(path).session([50, 51], PARAMS).propose(2).tokens == ()
+        drafter = SuffixDrafter.load(path, reference=reference, max_tokens=3)
+        assert drafter._shared.count(reference) == 1
     with pytest.raises(OptionError, match="reference: token"):
         SuffixDrafter.load(path, reference=[2**70])
+
+
+def test_a_file_says_whose_tokens_it_holds(tmp_path):
+    known, unknown = tmp_path / "known", tmp_path / "unknown"
+    drafter = taught()[0]
+    drafter.save(known, tokenizer="a: 先")
+    drafter.save(unknown)
+    assert contents(known)[0]["tokenizer"] == "a: 先"
+    for path, tokenizer in ((known, "a: 先"), (known, None), (unknown, None), (unknown, "b")):
+        assert SuffixDrafter.load(path, tokenizer=tokenizer)._shared.read()[0] == drafter._shared.read()[0]
+    for other in ("b", ""):
+        with pytest.raises(OptionError) as error:
+            SuffixDrafter.load(known, tokenizer=other)
+        assert str(error.value) == f"{known}: holds what another tokenizer's model wrote; use another file"
+    for wrong in (lambda: drafter.save(known, tokenizer=5), lambda: SuffixDrafter.load(known, tokenizer=5)):
+        with pytest.raises(OptionError, match="tokenizer=5: must be a text"):
+            wrong()
+
+
+def test_sequences_may_go_on_while_they_are_saved(tmp_path):
+    """Two threads serve requests, each of which writes consecutive tokens; a file has them as at one moment."""
+    drafter, path = SuffixDrafter(depth=8), tmp_path / "learned"
+    done = threading.Event()
+    failed = []
+
+    def serve(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            while not done.is_set():
+                session, token = drafter.session([1, 2, 3], PARAMS), rng.randrange(10**6)
+                for _ in range(20):
+                    gained = rng.randrange(1, 9)
+                    session.observe(range(token, token + gained))
+                    session.propose(4)
+                    token += gained
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=serve, args=[seed]) for seed in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        sizes = []
+        for _ in range(15):
+            drafter.save(path)
+            tensors = contents(path)[1]
+            tokens, lengths, texts = (tensors[name][1] for name in ("tokens", "lengths", "texts"))
+            written: dict[int, list[int]] = {}
+            for text, length, end in zip(texts, lengths, np.cumsum(lengths), strict=True):
+                written.setdefault(text, []).extend(tokens[end - length : end])
+            assert all(set(np.diff(run).tolist()) <= {1} for run in written.values())
+            sizes.append(len(tokens))
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+    assert not failed
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1]
+
+
+def test_no_more_texts_are_open_at_a_time_than_were(tmp_path, monkeypatch):
+    """An open text takes memory for each end of it that may grow."""
+    path = tmp_path / "file"
+    texts = np.array([0, 1, 0, 2, 3, 2, 4], dtype=np.int64)
+    save_file({"tokens": np.arange(7, dtype=np.int32), "lengths": np.ones_like(texts), "texts": texts}, path, METADATA)
+    changes = []
+    begin, end = SuffixTrie.begin, SuffixTrie.end
+    monkeypatch.setattr(SuffixTrie, "begin", lambda self: changes.append(1) or begin(self))
+    monkeypatch.setattr(SuffixTrie, "end", lambda self, text: changes.append(-1) or end(self, text))
+    loaded = SuffixDrafter.load(path)
+    open_ = np.cumsum(changes).tolist()
+    assert (max(open_), open_[-1]) == (2, 0)
+    again = tmp_path / "again"
+    loaded.save(again)
+    assert contents(again) == contents(path)
 
 
 def test_sequences_are_a_piece_each_oldest_first(tmp_path):
@@ -771,7 +1040,7 @@ def test_sequences_are_a_piece_each_oldest_first(tmp_path):
         drafter.session([99], PARAMS).observe(output)
     drafter.save(path)
     metadata, tensors = contents(path)
-    assert metadata == {"format": "sakiyomi-suffix", "version": "1", "reference": ""}
+    assert metadata == {"format": "sakiyomi-suffix", "version": "1"}
     assert tensors == {
         "tokens": ("int32", [2, 3, 4, 5, 6, 7, 8, 9, 10]),
         "lengths": ("int64", [3, 1, 5]),
@@ -806,6 +1075,10 @@ def test_saving_replaces_a_file_or_leaves_it(tmp_path, monkeypatch):
         with pytest.raises(OptionError, match="can't be written") as error:
             drafter.save(impossible)
         assert str(error.value).startswith(f"{impossible}: ")
+    for name in ("", ".", "/"):
+        with pytest.raises(OptionError) as error:
+            drafter.save(name)
+        assert str(error.value) == f"{name!r}: can't be written (not the name of a file)"
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -814,7 +1087,7 @@ GOOD = {
     "lengths": np.array([2, 3], dtype=np.int64),
     "texts": np.array([0, 1], dtype=np.int64),
 }
-METADATA = {"format": "sakiyomi-suffix", "version": "1", "reference": ""}
+METADATA = {"format": "sakiyomi-suffix", "version": "1"}
 
 
 def test_the_file_that_the_next_test_spoils_is_good(tmp_path):

@@ -190,7 +190,7 @@ def generate(
         raise OptionError(
             f"--system {system!r}: needs the chat template, which {'--raw' if raw else model} goes without"
         )
-    with _warnings_in_one_line(later=True), _kept(suffix, memory):
+    with _warnings_in_one_line(later=True), _kept(suffix, memory, llm.tokenizer.fingerprint):
         if as_json:
             generation = llm.generate(given, params, speculation=setting)
             print(json.dumps(_generation_dict(generation)))  # ASCII: valid in any encoding
@@ -240,7 +240,7 @@ def _speculation(
     setting = llm.speculation(drafter, k)
     ids = () if looked_up is None else llm.tokenizer.encode(looked_up, special=False)
     made = dict(zip(names, setting.drafters, strict=True))
-    suffix = _suffix_drafter(memory, ids) if "suffix" in made else None
+    suffix = _suffix_drafter(memory, ids, llm.tokenizer.fingerprint) if "suffix" in made else None
     if suffix:
         made["suffix"] = suffix
     if "ngram" in made:
@@ -248,7 +248,7 @@ def _speculation(
     return replace(setting, drafters=tuple(made.values())), suffix
 
 
-def _suffix_drafter(memory: Path | None, reference: Sequence[int] = ()) -> SuffixDrafter:
+def _suffix_drafter(memory: Path | None, reference: Sequence[int], tokenizer: str | None) -> SuffixDrafter:
     """Return a drafter that remembers what a file holds, if there is one."""
     from sakiyomi.drafters.suffix import SuffixDrafter
     from sakiyomi.errors import OptionError
@@ -256,13 +256,13 @@ def _suffix_drafter(memory: Path | None, reference: Sequence[int] = ()) -> Suffi
     if memory is None or not memory.exists():
         return SuffixDrafter(reference=reference)
     try:
-        return SuffixDrafter.load(memory, reference=reference)
+        return SuffixDrafter.load(memory, tokenizer, reference=reference)
     except OptionError as error:
         raise OptionError(f"--memory {error}") from None
 
 
 @contextmanager
-def _kept(drafter: SuffixDrafter | None, memory: Path | None) -> Iterator[None]:
+def _kept(drafter: SuffixDrafter | None, memory: Path | None, tokenizer: str) -> Iterator[None]:
     """Save what a drafter remembers in the end, also where the end is Ctrl-C."""
     from sakiyomi.errors import OptionError
 
@@ -271,7 +271,7 @@ def _kept(drafter: SuffixDrafter | None, memory: Path | None) -> Iterator[None]:
     finally:
         if drafter is not None and memory is not None:
             try:
-                drafter.save(memory)
+                drafter.save(memory, tokenizer)
             except OptionError as error:
                 raise OptionError(f"--memory {error}") from None
 
@@ -622,7 +622,7 @@ def _check_memory(path: Path, names: Sequence[str], drafter: str) -> None:
     if "suffix" not in names:
         raise OptionError(f"--memory {path}: --drafter {drafter} remembers nothing; add suffix to it")
     if path.exists():
-        _suffix_drafter(path)
+        _suffix_drafter(path, (), None)
     elif not path.parent.is_dir():
         raise OptionError(f"--memory {path}: the folder {path.parent} isn't there; make it first")
 

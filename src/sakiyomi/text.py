@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,6 +57,11 @@ class Tokenizer:
         fast.no_padding()
         settings = _read_json(folder / "tokenizer_config.json")
         return cls(fast, settings, _eos_ids(folder, fast, settings), _chat_template(folder, settings))
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the tokens and how texts become them: the same for tokenizers that encode alike."""
+        return hashlib.sha256(self.fast.to_str().encode()).hexdigest()[:16]
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return token ids; ``special`` adds what the model puts around a text, such as a first token.

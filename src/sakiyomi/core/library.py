@@ -17,7 +17,7 @@ from sakiyomi.errors import OptionError
 
 Format = Literal["fp32", "bf16", "int8"]
 FORMATS: dict[Format, int] = {"fp32": 0, "bf16": 1, "int8": 2}
-_VERSION = 2
+_VERSION = 3
 _BLOCK = 32  # outputs are padded to a multiple of this
 _NAMES = {"darwin": "libsakiyomi_core.dylib", "win32": "sakiyomi_core.dll"}
 
@@ -124,7 +124,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "saki_trie_size": (c_int64, (c_void_p,)),
     "saki_trie_nodes": (c_int64, (c_void_p,)),
     "saki_trie_bytes": (c_int64, (c_void_p,)),
-    "saki_trie_begin": (c_int32, (c_void_p, POINTER(c_int64))),
+    "saki_trie_begin": (c_int32, (c_void_p, c_int32, POINTER(c_int64))),
     "saki_trie_append": (c_int32, (c_void_p, c_int64, c_void_p, c_int64)),
     "saki_trie_end": (c_int32, (c_void_p, c_int64)),
     "saki_trie_count": (c_int64, (c_void_p, c_void_p, c_int64)),
@@ -133,7 +133,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, POINTER(c_int64)),
     ),
     "saki_trie_ends": (c_int32, (c_void_p, c_int64, c_void_p, POINTER(c_int64))),
-    "saki_trie_read": (c_int32, (c_void_p, c_void_p, c_void_p)),
+    "saki_trie_read": (c_int32, (c_void_p, c_int64, c_void_p, c_void_p, POINTER(c_int64))),
     "saki_trie_draft": (
         c_int32,
         (

@@ -18,7 +18,8 @@ class SuffixTrie:
 
     ``max_tokens``: how many tokens are remembered, in all texts together; the oldest are forgotten first, exactly as if
     their texts began later. None for all. A token costs a few operations for each of the last ``depth`` tokens of its
-    text, and at most about 100 bytes. After SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975).
+    text. Memory: at most about 100 bytes for each token and 200 for each text, and 4 * ``depth`` for one that is open.
+    After SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975).
 
     Tokens are ints, 0 <= token < 2**31: anything else is a ValueError, and then nothing is appended. So are a depth
     that isn't in 2..1024 and a text that isn't open. When memory runs out in :meth:`append`, MemoryError is raised and
@@ -39,7 +40,7 @@ class SuffixTrie:
             del self.handle
 
     def __len__(self) -> int:
-        """Return how many tokens are remembered."""
+        """Return how many tokens are remembered, but for those of texts that are kept."""
         return int(self._library.saki_trie_size(self.handle))
 
     @property
@@ -52,10 +53,14 @@ class SuffixTrie:
         """Bytes that all of it takes."""
         return int(self._library.saki_trie_bytes(self.handle))
 
-    def begin(self) -> int:
-        """Begin a text and return its number."""
+    def begin(self, *, kept: bool = False) -> int:
+        """Begin a text and return its number.
+
+        ``kept``: it is never forgotten, and ``max_tokens``, ``len`` and :meth:`read` are about the others. Of equally
+        frequent runs, one that occurs in it comes first.
+        """
         text = c_int64()
-        library.check(self._library.saki_trie_begin(self.handle, ctypes.byref(text)))
+        library.check(self._library.saki_trie_begin(self.handle, kept, ctypes.byref(text)))
         return text.value
 
     def append(self, text: int, tokens: Sequence[int]) -> None:
@@ -66,7 +71,7 @@ class SuffixTrie:
             library.check(code)
 
     def end(self, text: int) -> None:
-        """Say that a text won't grow any more. It is remembered until its turn to be forgotten."""
+        """Say that a text won't grow any more. It is remembered until its turn to be forgotten, if it isn't kept."""
         if not hasattr(self, "handle"):
             return  # all is being deleted, in any order, and a text's owner comes after its trie
         library.check(self._library.saki_trie_end(self.handle, text))
@@ -79,7 +84,8 @@ class SuffixTrie:
     def following(self, run: Sequence[int], most: int = 8) -> list[tuple[int, int]]:
         """Return the tokens that follow a run, and how often each does: at most ``most``, the most frequent first.
 
-        Of equally frequent ones, the one whose occurrence began last comes first.
+        Of equally frequent ones, the one whose occurrence began last comes first; one in a text that is kept
+        counts as later than all others.
         """
         given, tokens, counts, found = _array(run), array(_TOKENS, [0]) * most, array("q", [0]) * most, c_int64()
         code = self._library.saki_trie_following(
@@ -101,12 +107,18 @@ class SuffixTrie:
         return counts[: found.value]
 
     def read(self) -> tuple[array[int], array[int]]:
-        """Return the tokens remembered, in the order in which they came, and for each the number of its text."""
-        size = len(self)
-        tokens, texts = array(_TOKENS, [0]) * size, array("q", [0]) * size
-        code = self._library.saki_trie_read(self.handle, tokens.buffer_info()[0], texts.buffer_info()[0])
-        library.check(code)
-        return tokens, texts
+        """Return the tokens remembered, in the order in which they came, and for each a number of its text.
+
+        All as they are at one moment, whatever other threads do. Texts that are kept aren't among them.
+        """
+        room, found = len(self), c_int64()
+        while True:
+            tokens, texts = array(_TOKENS, [0]) * room, array("q", [0]) * room
+            places = tokens.buffer_info()[0], texts.buffer_info()[0]
+            library.check(self._library.saki_trie_read(self.handle, room, *places, ctypes.byref(found)))
+            if found.value <= room:
+                return tokens[: found.value], texts[: found.value]
+            room = found.value + found.value // 8  # the trie grew meanwhile, and may be growing
 
 
 class SuffixDrafts:
@@ -114,10 +126,15 @@ class SuffixDrafts:
 
     ``text`` is the whole of what is to be continued, ``shared_text`` the end of it that the shared trie has too, or an
     empty one. For each number of last tokens that occurred before, in either trie, the most frequent next token is
-    followed again and again. A token's confidence is its share, times n / (n + 1) where n tokens matched so far: those
+    followed again and again. Once match and draft are as long as the trie is deep, their last occurrence is copied, as
+    far as its text goes. Where a draft comes to the end of the text itself, it goes on as it began.
+
+    A token's share is how often it occurs of the times that what is before it does, and 1 where it is copied. For the
+    first one these are the occurrences of the match but for the text's own end, and one more than was seen: what was
+    seen once is less sure. A token's confidence is its share, times n / (n + 1) where n tokens matched so far: those
     that occurred, and those drafted. Its survival is the product of the confidences up to it; it ends the draft where
     it is less than ``min_survival``. The highest sum of survivals wins; of equal ones the longer match, then the
-    text's own trie. Where a draft comes to the end of the text itself, it goes on as it began.
+    text's own trie.
 
     ``tree``: around the winner, the likeliest to survive of all the tokens that occurred, at most ``max_nodes``.
     """
@@ -133,6 +150,8 @@ class SuffixDrafts:
         tree: bool,
         max_nodes: int,
     ) -> None:
+        if not 0 < min_survival <= 1:
+            raise ValueError(f"min_survival={min_survival}: must be more than 0, at most 1")
         self._library = library.library()
         self._tries = own, shared  # kept alive
         room = max_nodes if tree else int(max(own.depth, shared.depth) / min_survival) + 1  # the survival ends a chain

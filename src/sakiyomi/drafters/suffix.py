@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,8 @@ class SuffixDrafter:
     Counts every run of up to ``depth`` tokens, in a trie of each sequence and in one of the outputs of all sequences,
     which remembers the last ``max_tokens`` tokens. A draft ends where the product of its confidences is less than
     ``min_survival``. ``tree``: drafts have branches, at most ``max_nodes`` tokens in all. ``reference``: token ids of
-    any text (a document, earlier answers) to know from the start.
+    any text (a document, earlier answers) to know from the start; it is never forgotten, nor counted in ``max_tokens``,
+    nor saved. :class:`SuffixDrafts` has the rule.
 
     No model, no training; needs the compiled core. Sessions may be used from several threads, each session from one at
     a time. Raises OptionError. After SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975).
@@ -60,25 +60,31 @@ class SuffixDrafter:
         self._depth = depth
         self._drafting: dict[str, Any] = {"min_survival": min_survival, "tree": tree, "max_nodes": max_nodes}
         self._shared = SuffixTrie(depth, max_tokens)
-        self._reference = ""
+        if not isinstance(reference, Sized):
+            raise OptionError(f"reference={reference!r}: must be a sequence of token ids")
         if len(reference):
+            text = self._shared.begin(kept=True)
             try:
-                self._learn(reference)
+                self._shared.append(text, reference)
             except ValueError as error:
                 raise OptionError(f"reference: {error}") from None
-            self._reference = _digest(reference)
+            self._shared.end(text)
 
     def session(self, prompt: Sequence[int], params: SamplingParams) -> SuffixSession:
         """Begin a sequence with these token ids. Raises ValueError for what is no token id."""
         return SuffixSession(self.name, self._depth, prompt, self._shared, self._drafting)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], tokenizer: str | None = None) -> None:
         """Write what is remembered to a file, for :meth:`load`. Raises OptionError where it can't be written.
+
+        ``tokenizer``: any text that tells the tokenizer of these token ids from others, like a hash of it. The
+        reference isn't saved. Requests may go on meanwhile: what they wrote at one moment is saved.
 
         A safetensors file: ``tokens`` (int32) in the order in which they came; ``lengths`` (int64) of the pieces, and
         ``texts`` (int64), the text that each piece belongs to, numbered from 0 as they appear. Sequences that didn't
-        overlap in time are a piece each, oldest first.
+        overlap in time are a piece each, oldest first. Metadata: ``format``, ``version``, and ``tokenizer`` if given.
         """
+        _check_tokenizer(tokenizer)
         from safetensors.numpy import save
 
         tokens, owners = (np.asarray(values) for values in self._shared.read())
@@ -87,36 +93,35 @@ class SuffixDrafter:
         _, first, inverse = np.unique(owners[starts], return_index=True, return_inverse=True)
         texts = np.argsort(np.argsort(first))[inverse]
         tensors = {"tokens": tokens, "lengths": lengths.astype(np.int64), "texts": texts.astype(np.int64)}
-        metadata = {"format": _FORMAT, "version": _FORMAT_VERSION, "reference": self._reference}
-        _replace(Path(path), save(tensors, metadata))
+        metadata = {"format": _FORMAT, "version": _FORMAT_VERSION}
+        if tokenizer is not None:
+            metadata["tokenizer"] = tokenizer
+        _replace(path, save(tensors, metadata))
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], **options: Any) -> SuffixDrafter:
+    def load(cls, path: str | os.PathLike[str], tokenizer: str | None = None, **options: Any) -> SuffixDrafter:
         """Return a drafter that remembers what :meth:`save` wrote, with the options of a new one.
 
-        With the options of the saved drafter its drafts are the same. A ``reference`` other than that one's comes
-        before all. Raises OptionError where the file or an option can't be used.
+        With the options of the saved drafter, its reference among them, its drafts are the same. Raises OptionError
+        where the file or an option can't be used, or where the file was saved with another ``tokenizer`` than is given
+        here: token ids mean nothing with another one. Where only one of the two is known, they aren't compared.
         """
-        tensors, reference = _read(Path(path))
-        if len(given := options.get("reference", ())) and _digest(given) == reference:
-            del options["reference"]  # in the file already, as far as it isn't forgotten
+        _check_tokenizer(tokenizer)
+        tensors, written_with = _read(Path(path))
+        if tokenizer is not None and written_with is not None and written_with != tokenizer:
+            raise OptionError(f"{path}: holds what another tokenizer's model wrote; use another file")
         drafter = cls(**options)
-        drafter._reference = drafter._reference or reference
-        texts = tensors["texts"].tolist()
-        numbers = [drafter._shared.begin() for _ in range(max(texts, default=-1) + 1)]
-        ends = np.cumsum(tensors["lengths"]).tolist()
-        for text, start, end in zip(texts, [0, *ends], ends, strict=False):
-            drafter._shared.append(numbers[text], tensors["tokens"][start:end].tolist())
-        for number in numbers:
-            drafter._shared.end(number)
+        shared = drafter._shared
+        texts, ends = tensors["texts"].tolist(), np.cumsum(tensors["lengths"]).tolist()
+        last = {text: piece for piece, text in enumerate(texts)}
+        open_: dict[int, int] = {}
+        for piece, (text, start, end) in enumerate(zip(texts, [0, *ends], ends, strict=False)):
+            if text not in open_:
+                open_[text] = shared.begin()
+            shared.append(open_[text], tensors["tokens"][start:end].tolist())
+            if last[text] == piece:
+                shared.end(open_.pop(text))
         return drafter
-
-    def _learn(self, tokens: Sequence[int]) -> None:
-        text = self._shared.begin()
-        try:
-            self._shared.append(text, tokens)
-        finally:
-            self._shared.end(text)
 
 
 class SuffixSession:
@@ -153,12 +158,16 @@ def _check(option: str, value: object, low: int, high: int) -> None:
         raise OptionError(f"{option}={value!r}: must be a whole number in {low}..{high}")
 
 
-def _digest(tokens: Sequence[int]) -> str:
-    return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()
+def _check_tokenizer(tokenizer: object) -> None:
+    if tokenizer is not None and not isinstance(tokenizer, str):
+        raise OptionError(f"tokenizer={tokenizer!r}: must be a text that tells tokenizers apart, or None")
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _replace(name: str | os.PathLike[str], content: bytes) -> None:
     """Write a file, whole or not at all. Raises OptionError."""
+    path = Path(name)
+    if not path.name:  # "", "." or "/"
+        raise OptionError(f"{os.fspath(name)!r}: can't be written (not the name of a file)")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         try:
@@ -172,8 +181,8 @@ def _replace(path: Path, content: bytes) -> None:
         raise OptionError(f"{path}: can't be written ({error.strerror or error})") from None
 
 
-def _read(path: Path) -> tuple[dict[str, npt.NDArray[Any]], str]:
-    """Return the tensors of a file and the digest of its reference. Raises OptionError unless all is right."""
+def _read(path: Path) -> tuple[dict[str, npt.NDArray[Any]], str | None]:
+    """Return the tensors of a file and the tokenizer it was saved with. Raises OptionError unless all is right."""
     from safetensors import SafetensorError, safe_open
 
     def wrong(what: str) -> OptionError:
@@ -208,4 +217,4 @@ def _read(path: Path) -> tuple[dict[str, npt.NDArray[Any]], str]:
     seen = np.maximum.accumulate(np.concatenate([[-1], texts]))
     if (texts < 0).any() or (texts > seen[:-1] + 1).any():
         raise wrong("its texts aren't numbered as they appear")
-    return tensors, metadata.get("reference", "")
+    return tensors, metadata.get("tokenizer")
