@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -123,9 +124,9 @@ class Drafters:
 
 def summary(result: BenchResult, adaptive: str) -> Table:
     """Return how the adaptive policy compares with plain decoding and the best fixed number, by category."""
-    table = Table(
-        "category", "plain / adaptive, total time", "worst prompt", "speed-up", "best fixed", "adaptive / best"
-    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    for header in ("category", "total\ntime", "worst\nprompt", "speed-up (TPOT)", "best fixed", "adaptive\n/ best"):
+        table.add_column(header, justify="left" if header == "category" else "right")
     categories = dict.fromkeys(each.category for each in result.summaries)
     for category in categories:
         rows = {each.case: each for each in result.summaries if each.category == category}
@@ -185,12 +186,14 @@ def main() -> None:
     prompts = prompts or list(select(builtin_workload(), per_category=args.per_category))
     llm = load(args.model, kernels=args.kernels, draft_model=args.draft_model, progress=False)
     facts = machine_facts(
-        model=args.model,
+        model=Path(args.model).name,
         dtype=str(llm.target.dtype).removeprefix("torch."),
         weights=llm.target.weight_format,
         kernels=llm.target.kernels,
         exactness=llm.exactness,
     )
+    if args.draft_model:
+        facts["draft model"] = Path(args.draft_model).name
     params = SamplingParams(max_new_tokens=args.max_new_tokens)
     console, kept = Console(), {}
 

@@ -73,7 +73,8 @@ def test_more_rows_never_cost_less():
 
 def test_one_row_is_a_table():
     table = ModelCosts(CostTable((1,), (2.0,)))
-    assert {table.seconds(rows, 7) for rows in (1, 2, 128, 500)} == {2.0}
+    assert table.seconds(1, 7) == 2.0
+    assert table.seconds(2, 7) == pytest.approx(2.0, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -134,22 +135,31 @@ def test_a_real_target_is_measured(llama):
 
 def test_the_machine_getting_slower_moves_everything():
     table = ModelCosts(TABLE)
-    for _ in range(60):
+    for _ in range(20):
         table.observe(1, 100, 2 * 1.1001)
     assert table.seconds(1, 100) == pytest.approx(2 * 1.1001, rel=0.02)
     assert table.seconds(8, 0) == pytest.approx(3.0, rel=0.02)
     assert table.branch_s == pytest.approx(0.4, rel=0.02)
 
 
-def test_rounds_correct_a_size_and_its_neighbours():
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_table_from_another_hour_is_put_right_at_once(factor):
+    """Also where there are only forwards of many rows: their price by that of one is trusted more than the speed."""
     table = ModelCosts(TABLE)
-    for _ in range(100):
+    for _ in range(3):
+        table.observe(33, 0, factor * 4.0)
+    assert table.seconds(33, 0) == pytest.approx(factor * 4.0, rel=0.05)
+    assert table.seconds(1, 0) == pytest.approx(factor, rel=0.15)
+
+
+def test_rounds_tell_what_rows_cost():
+    table = ModelCosts(TABLE)
+    for _ in range(200):
         table.observe(1, 0, 1.0)
-        table.observe(8, 0, 2.25)
-    assert table.seconds(8, 0) == pytest.approx(2.25, rel=0.1)
-    assert table.seconds(9, 0) > 1.3 * 1.6
+        table.observe(8, 0, 2.0)
     assert table.seconds(1, 0) == pytest.approx(1.0, rel=0.05)
-    assert table.seconds(33, 0) == pytest.approx(4.0, rel=0.05)
+    assert table.seconds(8, 0) == pytest.approx(2.0, rel=0.05)
+    assert table.seconds(33, 0) == pytest.approx(7.0, rel=0.1)
     for _ in range(300):
         table.observe(1, 0, 1.0)
         table.observe(8, 0, 1.5)
@@ -158,9 +168,11 @@ def test_rounds_correct_a_size_and_its_neighbours():
 
 def test_one_hiccup_counts_for_little():
     table = ModelCosts(TABLE)
+    for _ in range(20):
+        table.observe(1, 0, 1.0)
     table.observe(1, 0, 1000.0)
     table.observe(8, 0, 0.0)
-    assert table.seconds(1, 0) < 1.1
+    assert table.seconds(1, 0) < 1.3
     assert table.seconds(8, 0) > 1.2
 
 

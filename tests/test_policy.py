@@ -383,10 +383,22 @@ def test_branches_have_a_price(clock):
     assert not any(draft.parents for draft in found.drafts)
 
 
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("table", [CHEAP_ROWS, DEAR_ROWS], ids=["cheap rows", "dear rows"])
+def test_a_table_from_another_hour_costs_little(clock, table, factor):
+    """When it was measured, the machine was twice as fast, or half as fast: also where every round is speculated."""
+    other_hour = CostTable(table.rows, tuple(factor * seconds for seconds in table.seconds))
+    policy = adaptive(other_hour)
+    wrong = Simulated(clock, lambda length: 0.0, confidence=0.99)
+    for _ in range(3):
+        found = simulate(policy, [wrong], clock, table, tokens=128)
+        assert found.seconds < 1.06 * found.tokens
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_table_that_is_wrong_costs_little(clock, seed):
-    """It says that rows are free; they aren't, and every measurement is off by up to a factor of two."""
-    policy = adaptive(FREE_ROWS)
+    """Rows cost ten times as much as it says, and every measurement is off by up to a factor of two."""
+    policy = adaptive(CHEAP_ROWS)
     drafter = Simulated(clock, lambda length: 0.15, confidence=0.9, source=random.Random(seed))
     plain = simulate(policy, [], clock, DEAR_ROWS, tokens=2000, noise=random.Random(seed))
     found = simulate(policy, [drafter], clock, DEAR_ROWS, tokens=2000, noise=random.Random(seed))

@@ -51,49 +51,65 @@ class CostTable:
 class ModelCosts:
     """Seconds of a model's forwards: a table, and what was seen since.
 
-    The table holds how costs compare with each other. Corrections follow what rounds take: one factor on everything
-    (other work on the machine, its clock), and one for each number of rows, which goes back to 1 where it isn't
-    confirmed.
+    Two numbers are corrected with every forward: the machine's speed now (other work, its clock), as a factor on
+    everything, and how much dearer further rows are than the table says. A forward of one row shows the first alone,
+    one of more rows both; a Kalman filter on their logarithms shares out the surprise. The speed may change at any
+    time, and is trusted little at first; the shape of the table changes slowly.
     """
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
-        self._speed = 1.0
         self._seconds = _spread_out(table.rows, table.seconds)
-        self._corrections = [1.0] * len(self._seconds)
+        self._slope = self._seconds[-1] - self._seconds[-2]
+        self._speed = self._dearer = 0.0  # logarithms
+        self._factors = 1.0, 1.0  # of them
+        self._variances = 0.25, 0.0, 0.04  # of the speed, of both, of the rows' price
 
     def seconds(self, rows: int, context: int) -> float:
         """Return the seconds of a forward of so many rows of a sequence that holds ``context`` tokens."""
-        if rows <= _LARGEST:
-            base, correction = self._seconds[rows], self._corrections[rows]
-        else:
-            base = self._seconds[-1] + (rows - _LARGEST) * (self._seconds[-1] - self._seconds[-2])
-            correction = self._corrections[-1]
-        table = self.table
-        return self._speed * correction * (base + context * (table.per_token + rows * table.per_row_token))
+        one, more = self._parts(rows, context)
+        speed, dearer = self._factors
+        return speed * (one + dearer * more)
 
     @property
     def branch_s(self) -> float:
         """Seconds that a draft with branches costs more than a chain."""
-        return self._speed * self.table.branch_s
+        return self._factors[0] * self.table.branch_s
 
     def observe(self, rows: int, context: int, seconds: float) -> None:
         """Take note of what a forward took."""
-        factor = min(max(seconds / self.seconds(rows, context), 1 / _LARGEST_FACTOR), _LARGEST_FACTOR)
-        if rows == 1:
-            self._speed *= factor**_RATE
-            return
-        self._speed *= factor ** (_RATE / 4)  # forwards of one row tell it better
-        at = min(rows, _LARGEST)
-        for i in range(max(2, at - at // 4), min(_LARGEST, at + at // 4) + 1):  # neighbours cost alike
-            correction = (self._corrections[i] * factor**_RATE) ** _FADE
-            self._corrections[i] = min(max(correction, 1 / _LARGEST_CORRECTION), _LARGEST_CORRECTION)
+        one, more = self._parts(rows, context)
+        expected = one + self._factors[1] * more
+        share = self._factors[1] * more / expected  # d log(expected) / d log(dearer)
+        surprise = math.log(max(seconds, 1e-9) / (self._factors[0] * expected))
+        surprise = min(max(surprise, -_LARGEST_SURPRISE), _LARGEST_SURPRISE)  # one hiccup should not count for much
+        a, b, c = self._variances
+        a, c = a + _SPEED_DRIFT, c + _DEARER_DRIFT
+        of_speed, of_dearer = a + share * b, b + share * c
+        total = of_speed + share * of_dearer + _NOISE
+        self._speed += of_speed / total * surprise
+        self._dearer = min(max(self._dearer + of_dearer / total * surprise, -_LARGEST_DEARER), _LARGEST_DEARER)
+        self._variances = (
+            a - of_speed * of_speed / total,
+            b - of_speed * of_dearer / total,
+            c - of_dearer * of_dearer / total,
+        )
+        self._factors = math.exp(self._speed), math.exp(self._dearer)
+
+    def _parts(self, rows: int, context: int) -> tuple[float, float]:
+        """Return the seconds of one row, and those that the others add, as the table has them."""
+        table = self.table
+        one = self._seconds[1] + context * (table.per_token + table.per_row_token)
+        base = self._seconds[rows] if rows <= _LARGEST else self._seconds[-1] + (rows - _LARGEST) * self._slope
+        more = base - self._seconds[1] + context * (rows - 1) * table.per_row_token
+        return one, max(more, _LEAST_EXTRA * one * (rows - 1))
 
 
-_RATE = 0.1
-_FADE = 0.995
-_LARGEST_FACTOR = 2.0  # one hiccup should not count for much
-_LARGEST_CORRECTION = 3.0
+# Variances of logarithms: what may change from one forward to the next, and what a single one is off by.
+_SPEED_DRIFT, _DEARER_DRIFT, _NOISE = 0.03**2, 0.01**2, 0.1**2
+_LARGEST_SURPRISE = math.log(2)
+_LARGEST_DEARER = math.log(16)
+_LEAST_EXTRA = 0.001  # of one row's seconds, for each further row: nothing is free
 
 
 def _spread_out(rows: Sequence[int], seconds: Sequence[float]) -> list[float]:
@@ -148,11 +164,6 @@ def measure(target: Target, *, seconds: float = 1.0) -> CostTable:
     one = min(run(1), run(1))
     sizes = [rows for rows in (_COARSE_ROWS if one > _SLOW_S else _ROWS) if rows <= most]
     at_near = fastest(sizes, 0.5)
-    some = min(8, sizes[-1])
-    branch_s = 0.0
-    if some >= 3:
-        chains, trees = zip(*((run(some), run(some, [-1, *range(some - 2), 0])) for _ in range(3)), strict=True)
-        branch_s = max(0.0, min(trees) - min(chains))
     # As much context as a fifth of the time fills: it adds little, but grows.
     affordable = near + int(0.2 * seconds / at_near[sizes[-1]] * sizes[-1])
     far = min(_LONGEST_CONTEXT, target.context_length - sizes[-1], affordable)
@@ -164,6 +175,11 @@ def measure(target: Target, *, seconds: float = 1.0) -> CostTable:
         if sizes[-1] > 1:
             per_row_token = max(0.0, high - low) / (sizes[-1] - 1)
         per_token = max(0.0, low - per_row_token)
+    some = min(8, sizes[-1])
+    branch_s = 0.0
+    if some >= 3:
+        chains, trees = zip(*((run(some), run(some, [-1, *range(some - 2), 0])) for _ in range(3)), strict=True)
+        branch_s = max(0.0, min(trees) - min(chains))
     bare = (at_near[rows] - near * (per_token + rows * per_row_token) for rows in sizes)
     return CostTable(tuple(sizes), tuple(max(each, 1e-9) for each in bare), per_token, per_row_token, branch_s)
 
