@@ -29,12 +29,12 @@ class Acceptance:
 
     def rate(self, confidence: float, position: int, alternative: bool = False) -> float:
         """Return the probability that a token stands if those before it on its path do."""
-        rates = self._bins[bisect_right(_CONFIDENCES, confidence)].rates
+        rates = self._bins[bisect_right(_CONFIDENCES, confidence)].rates()
         return rates[_ALTERNATIVE if alternative else _place(position)]
 
     def average(self, position: int) -> float:
         """Return the probability that a token at this position stands, its confidence not known yet."""
-        return self._any.rates[_place(position)]
+        return self._any.rates()[_place(position)]
 
     def learn(self, confidence: float, position: int, alternative: bool, stood: bool) -> None:
         """Take note of a test."""
@@ -74,12 +74,12 @@ _FADE = 0.97
 
 
 class _Bin:
-    """Tests of one confidence, by place: the bins of positions, and alternatives. ``rates`` is what they come to."""
+    """Tests of one confidence, by place: the bins of positions, and alternatives."""
 
     def __init__(self, first: float, later: float, prior: float) -> None:
         self._first, self._later, self._prior = first, later, prior
         self._stood, self._tested = [0.0] * 6, [0.0] * 6
-        self._update()
+        self._rates: list[float] = []
 
     def add(self, place: int, stood: bool) -> None:
         if self._tested[place] >= _MEMORY:
@@ -87,18 +87,19 @@ class _Bin:
             self._tested[place] *= 0.5
         self._tested[place] += 1
         self._stood[place] += stood
-        self._update()
+        self._rates = []
 
-    def _update(self) -> None:
-        believed = self._first
-        rates: list[float] = []
-        for stood, tested in zip(self._stood, self._tested, strict=True):
-            if len(rates) == _ALTERNATIVE:
-                believed = self._later / 2
-            rate = (stood + self._prior * believed) / (tested + self._prior)
-            rates.append(min(max(rate, _NARROW), 1.0 - _NARROW))
-            believed = max(rate, self._later)
-        self.rates = rates
+    def rates(self) -> list[float]:
+        """Return for each place how often tokens stand; worked out when it is asked for after a test."""
+        if not self._rates:
+            believed = self._first
+            for place in range(6):
+                if place == _ALTERNATIVE:
+                    believed = self._later / 2
+                rate = (self._stood[place] + self._prior * believed) / (self._tested[place] + self._prior)
+                self._rates.append(min(max(rate, _NARROW), 1.0 - _NARROW))
+                believed = max(rate, self._later)
+        return self._rates
 
 
 def _place(position: int) -> int:
