@@ -27,6 +27,7 @@ class Clocked:
         monkeypatch.setattr(costs, "time", self)
 
     def perf_counter(self) -> float:
+        self.now += 1e-5
         return self.now
 
     def new_sequence(self):
@@ -153,17 +154,33 @@ def test_a_table_from_another_hour_is_put_right_at_once(factor):
 
 
 def test_rounds_tell_what_rows_cost():
+    """A further row costs so much more than the table says, of every number of rows."""
     table = ModelCosts(TABLE)
     for _ in range(200):
         table.observe(1, 0, 1.0)
-        table.observe(8, 0, 2.0)
+        table.observe(8, 0, 1.5 + 7 * 0.05)
     assert table.seconds(1, 0) == pytest.approx(1.0, rel=0.05)
-    assert table.seconds(8, 0) == pytest.approx(2.0, rel=0.05)
-    assert table.seconds(33, 0) == pytest.approx(7.0, rel=0.1)
+    assert table.seconds(8, 0) == pytest.approx(1.85, rel=0.05)
+    assert table.seconds(4, 0) == pytest.approx(1.45, rel=0.05)
     for _ in range(300):
         table.observe(1, 0, 1.0)
         table.observe(8, 0, 1.5)
     assert table.seconds(8, 0) == pytest.approx(1.5, rel=0.05)
+    for _ in range(300):
+        table.observe(1, 0, 1.0)
+        table.observe(4, 0, 0.5)
+    assert table.seconds(4, 0) >= 0.99 * table.seconds(1, 0), "rows don't save time"
+
+
+def test_what_further_rows_add():
+    table = ModelCosts(TABLE)
+    table.observe(8, 50, 3.0)
+    for rows, most in ((1, 32), (3, 8), (100, 40), (126, 1)):
+        added = table.further(rows, 70, most)
+        assert added[0] == 0
+        assert added == sorted(added)
+        expected = [table.seconds(rows + more, 70) - table.seconds(rows, 70) for more in range(most + 1)]
+        assert added == pytest.approx(expected, abs=1e-9)
 
 
 def test_one_hiccup_counts_for_little():

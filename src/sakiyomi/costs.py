@@ -17,6 +17,7 @@ from sakiyomi.interfaces import Target, Work
 
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 33)
 _COARSE_ROWS = (1, 2, 4, 8, 16, 33)
+_BETWEEN_S = 0.0005  # of other work, as in a round: threads that wait for the next forward go to sleep meanwhile
 _SLOW_S = 0.05  # a forward of one row beyond which the coarse rows do
 _LONGEST_CONTEXT = 512
 _LARGEST = 128  # rows up to which seconds are looked up; beyond, the last slope goes on
@@ -52,64 +53,70 @@ class ModelCosts:
     """Seconds of a model's forwards: a table, and what was seen since.
 
     Two numbers are corrected with every forward: the machine's speed now (other work, its clock), as a factor on
-    everything, and how much dearer further rows are than the table says. A forward of one row shows the first alone,
-    one of more rows both; a Kalman filter on their logarithms shares out the surprise. The speed may change at any
-    time, and is trusted little at first; the shape of the table changes slowly.
+    everything, and what a further row costs more than the table says. A forward of one row shows the first alone, one
+    of more rows both; a Kalman filter shares out the surprise. The speed may change at any time, and is trusted little
+    at first; the shape of the table changes slowly.
     """
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
         self._seconds = _spread_out(table.rows, table.seconds)
         self._slope = self._seconds[-1] - self._seconds[-2]
-        self._speed = self._dearer = 0.0  # logarithms
-        self._factors = 1.0, 1.0  # of them
-        self._variances = 0.25, 0.0, 0.04  # of the speed, of both, of the rows' price
+        self._log_speed, self._speed = 0.0, 1.0
+        self._per_row = 0.0  # seconds at the table's speed
+        self._variances = 0.25, 0.0, 0.01**2  # of log speed; of both; of per_row by the seconds of one row
 
     def seconds(self, rows: int, context: int) -> float:
         """Return the seconds of a forward of so many rows of a sequence that holds ``context`` tokens."""
-        one, more = self._parts(rows, context)
-        speed, dearer = self._factors
-        return speed * (one + dearer * more)
+        table = self.table
+        base = self._seconds[rows] if rows <= _LARGEST else self._seconds[-1] + (rows - _LARGEST) * self._slope
+        per_context = table.per_token + rows * table.per_row_token
+        return self._speed * (base + (rows - 1) * self._per_row + context * per_context)
+
+    def further(self, rows: int, context: int, most: int) -> list[float]:
+        """Return the seconds that 0, 1, .. ``most`` rows more add to a forward of ``rows``, never falling."""
+        if rows + most > _LARGEST:
+            first = self.seconds(rows, context)
+            return [max(0.0, self.seconds(rows + more, context) - first) for more in range(most + 1)]
+        first, each = self._seconds[rows], self._per_row + context * self.table.per_row_token
+        added, last = [0.0], 0.0
+        for more, base in enumerate(self._seconds[rows + 1 : rows + most + 1], start=1):
+            seconds = base - first + more * each
+            last = seconds if seconds > last else last
+            added.append(self._speed * last)
+        return added
 
     @property
     def branch_s(self) -> float:
         """Seconds that a draft with branches costs more than a chain."""
-        return self._factors[0] * self.table.branch_s
+        return self._speed * self.table.branch_s
 
     def observe(self, rows: int, context: int, seconds: float) -> None:
         """Take note of what a forward took."""
-        one, more = self._parts(rows, context)
-        expected = one + self._factors[1] * more
-        share = self._factors[1] * more / expected  # d log(expected) / d log(dearer)
-        surprise = math.log(max(seconds, 1e-9) / (self._factors[0] * expected))
+        expected = self.seconds(rows, context)
+        one = self._seconds[1]
+        weight = (rows - 1) * one * self._speed / expected  # d log(expected) / d (per_row / one)
+        surprise = math.log(max(seconds, 1e-9) / expected)
         surprise = min(max(surprise, -_LARGEST_SURPRISE), _LARGEST_SURPRISE)  # one hiccup should not count for much
         a, b, c = self._variances
-        a, c = a + _SPEED_DRIFT, c + _DEARER_DRIFT
-        of_speed, of_dearer = a + share * b, b + share * c
-        total = of_speed + share * of_dearer + _NOISE
-        self._speed += of_speed / total * surprise
-        self._dearer = min(max(self._dearer + of_dearer / total * surprise, -_LARGEST_DEARER), _LARGEST_DEARER)
+        a, c = a + _SPEED_DRIFT, c + _PER_ROW_DRIFT
+        of_speed, of_row = a + weight * b, b + weight * c
+        total = of_speed + weight * of_row + _NOISE
+        self._log_speed += of_speed / total * surprise
+        self._speed = math.exp(self._log_speed)
+        per_row = self._per_row + of_row / total * surprise * one
+        least = (one - self._seconds[min(rows, _LARGEST)]) / max(1, rows - 1)  # rows don't save time
+        self._per_row = max(per_row, least)
         self._variances = (
             a - of_speed * of_speed / total,
-            b - of_speed * of_dearer / total,
-            c - of_dearer * of_dearer / total,
+            b - of_speed * of_row / total,
+            c - of_row * of_row / total,
         )
-        self._factors = math.exp(self._speed), math.exp(self._dearer)
-
-    def _parts(self, rows: int, context: int) -> tuple[float, float]:
-        """Return the seconds of one row, and those that the others add, as the table has them."""
-        table = self.table
-        one = self._seconds[1] + context * (table.per_token + table.per_row_token)
-        base = self._seconds[rows] if rows <= _LARGEST else self._seconds[-1] + (rows - _LARGEST) * self._slope
-        more = base - self._seconds[1] + context * (rows - 1) * table.per_row_token
-        return one, max(more, _LEAST_EXTRA * one * (rows - 1))
 
 
-# Variances of logarithms: what may change from one forward to the next, and what a single one is off by.
-_SPEED_DRIFT, _DEARER_DRIFT, _NOISE = 0.03**2, 0.01**2, 0.1**2
+# Variances: what may change from one forward to the next, and what the logarithm of a single one is off by.
+_SPEED_DRIFT, _PER_ROW_DRIFT, _NOISE = 0.03**2, 0.001**2, 0.1**2
 _LARGEST_SURPRISE = math.log(2)
-_LARGEST_DEARER = math.log(16)
-_LEAST_EXTRA = 0.001  # of one row's seconds, for each further row: nothing is free
 
 
 def _spread_out(rows: Sequence[int], seconds: Sequence[float]) -> list[float]:
@@ -135,6 +142,9 @@ def measure(target: Target, *, seconds: float = 1.0) -> CostTable:
     def run(rows: int, parents: Sequence[int] | None = None) -> float:
         held = sequence.length
         tokens = [i % target.vocab_size for i in range(rows)]
+        ready = time.perf_counter() + _BETWEEN_S
+        while time.perf_counter() < ready:
+            pass
         began = time.perf_counter()
         (output,) = target.forward([Work(sequence, tokens, parents, rows)])
         output.logits.float().numpy().argmax(axis=1)
@@ -178,7 +188,7 @@ def measure(target: Target, *, seconds: float = 1.0) -> CostTable:
     some = min(8, sizes[-1])
     branch_s = 0.0
     if some >= 3:
-        chains, trees = zip(*((run(some), run(some, [-1, *range(some - 2), 0])) for _ in range(3)), strict=True)
+        chains, trees = zip(*((run(some), run(some, [-1, *range(some - 2), 0])) for _ in range(6)), strict=True)
         branch_s = max(0.0, min(trees) - min(chains))
     bare = (at_near[rows] - near * (per_token + rows * per_row_token) for rows in sizes)
     return CostTable(tuple(sizes), tuple(max(each, 1e-9) for each in bare), per_token, per_row_token, branch_s)

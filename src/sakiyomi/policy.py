@@ -252,7 +252,7 @@ class AdaptiveSession:
             plan = _plan(draft, member, prices)
             if plan.value > best.value:
                 best = plan
-            elif draft and member.may_probe(prices.seconds(1)):
+            elif draft and member.may_probe(prices.seconds[1]):
                 probe = chosen(draft, [0])
         for member in costly if self._rounds > 1 else ():  # the first token shouldn't wait for a model to read
             times = _DraftTimes.of(member, context)
@@ -261,7 +261,7 @@ class AdaptiveSession:
                 if plan.value > best.value:
                     best = plan
             elif not best.draft and _outlook(member, times, prices, limit, left, surely=True) > 0:
-                cost_s = times.first + times.once / 4 + prices.seconds(1)  # what is read once is read
+                cost_s = times.first + times.once / 4 + prices.seconds[1]  # what is read once is read
                 if cost_s <= member.stake_s and member.may_probe(cost_s):
                     probe = _ask_costly(member, 1, times, prices, context) or probe
         return best.draft or probe
@@ -323,20 +323,16 @@ class _Prices:
     """What draft tokens have to bring.
 
     ``gain``: tokens per plain token's time, of late. ``rate``: the tokens per second of all sequences of the round,
-    whose time every row takes.
+    whose time every row takes. ``seconds[count]``: what so many draft tokens add to the round.
     """
 
     def __init__(self, costs: ModelCosts, context: int, rows: int, sequences: int, gain: float) -> None:
-        self._costs, self._context, self._rows, self._others = costs, context, rows, sequences - 1
-        self._base = costs.seconds(rows, context)
+        self._others = sequences - 1
         self._plain_s = costs.seconds(sequences, context)
         self.token_s = self._plain_s / sequences
         self.rate = gain / self.token_s
+        self.seconds = costs.further(rows, context, MOST + 1)
         self.branch_s = costs.branch_s
-
-    def seconds(self, count: int) -> float:
-        """Return the seconds that ``count`` draft tokens add to a round."""
-        return self._costs.seconds(self._rows + count, self._context) - self._base
 
     def price(self, seconds: float, tokens: float, spent: float) -> float:
         """Return the tokens that so many seconds should bring in a round of so many tokens and seconds till then."""
@@ -377,7 +373,7 @@ def _outlook(
     rounds = 1.0
     for count in range(1, limit + 1):
         survival *= 1.0 if surely else member.average(count)
-        seconds = (times.next if count > 1 else times.first) + prices.seconds(count) - prices.seconds(count - 1)
+        seconds = (times.next if count > 1 else times.first) + prices.seconds[count] - prices.seconds[count - 1]
         value += survival - prices.price(seconds, tokens, spent)
         tokens += survival
         spent += seconds
@@ -397,14 +393,14 @@ class _Stop:
     def __init__(self, member: _Member, times: _DraftTimes, prices: _Prices) -> None:
         self._member, self._times, self._prices = member, times, prices
         self._survival, self.count = 1.0, 0
-        self._tokens, self._spent = 1.0, times.first + prices.seconds(1)
+        self._tokens, self._spent = 1.0, times.first + prices.seconds[1]
 
     def __call__(self, confidence: float) -> bool:
         self.count += 1
         self._survival *= self._member.rate(confidence, self.count, False)
         self._tokens += self._survival
         expected = self._survival * self._member.average(self.count + 1)
-        seconds = self._times.next + self._prices.seconds(self.count + 1) - self._prices.seconds(self.count)
+        seconds = self._times.next + self._prices.seconds[self.count + 1] - self._prices.seconds[self.count]
         pays = expected > self._prices.price(seconds, self._tokens, self._spent)
         self._spent += seconds
         return pays and self._spent <= self._member.stake_s
@@ -444,8 +440,8 @@ def _plan(draft: Draft, member: _Member, prices: _Prices) -> _Plan:
     tokens, spent = 1.0, 0.0  # of the round so far: the target's own token is sure
     branched = parents is None
     grown: set[int] = set()
-    for size, i in enumerate(order, start=1):
-        after = prices.seconds(size)
+    for size, i in enumerate(order[:MOST], start=1):
+        after = prices.seconds[size]
         if parents is not None and not branched:
             branched = parents[i] in grown
             grown.add(parents[i])
