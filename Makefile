@@ -15,7 +15,7 @@ demo: $(CORE)  ## Answer a prompt on real weights, drafts in green; then plain a
 	$(BIN)/sakiyomi generate --show-drafts --stats -n 160 \
 	  "Copy this text, with every 'red' changed to 'grey': The red fox crossed the river. The red fox saw the moon over \
 	the river. The red fox went home before the moon was gone."
-	$(BIN)/sakiyomi bench --per-category 1 -n 96 -k 5
+	$(BIN)/sakiyomi bench --per-category 1 -n 96 -k 7 -k auto
 
 test: check  ## Every check: style, types, sanitizers, tests.
 	$(BIN)/python -m pytest

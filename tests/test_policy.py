@@ -405,6 +405,31 @@ def test_a_table_that_is_wrong_costs_little(clock, seed):
     assert found.seconds < 1.15 * plain.seconds
 
 
+def test_a_model_may_take_more_tokens_than_it_proposes(clock):
+    """As one with another tokenizer does: it asks after each of its own."""
+
+    class Wordy:
+        name, costs, unread = "wordy", ModelCosts(CostTable((1, 33), (0.001, 0.001))), 1
+
+        def session(self, prompt, params):
+            return self
+
+        def propose(self, budget, go_on=always):
+            self.asked = [go_on(1.0) for _ in range(100)]
+            return Draft((0, 0, 0), None, (0.9, 0.9, 0.9), "wordy")
+
+        def observe(self, tokens):
+            pass
+
+    source = Source(Wordy(), [0] * 10, PARAMS, 100)
+    session = adaptive(CHEAP_ROWS).session([source])
+    for _ in range(30):
+        draft = session.draft(200, 50, 1, 1)
+        session.observe(Checked(draft, tuple(range(len(draft))), len(draft) + 1, 1 + len(draft), 50, 1.0))
+    assert source.error is None
+    assert len(draft) == 3
+
+
 def test_the_model_reads_no_prompt_before_the_first_token(clock):
     costs = ModelCosts(CostTable((1, 33), (0.1, 0.15)))
     drafter = Simulated(clock, lambda length: 0.9, token_s=0.1, costs=costs)

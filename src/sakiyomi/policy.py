@@ -142,7 +142,8 @@ class Experience:
 class Ledger:
     """Time that reading ahead has lost: extra seconds, less the seconds of plain decoding that its tokens saved.
 
-    More than ``tolerance`` of all time, and ``allowance`` plain tokens' time, is too much. Gains don't count for later.
+    More than ``tolerance`` of all time, and ``allowance`` plain tokens' time, is too much. Gains count for later only
+    up to ``allowance``.
     """
 
     def __init__(self, *, allowance: float, tolerance: float) -> None:
@@ -215,9 +216,6 @@ class _Plan:
 
     draft: Draft
     value: float
-
-
-_NOTHING = _Plan(Draft(), 0.0)
 
 
 class AdaptiveSession:
@@ -400,7 +398,8 @@ class _Stop:
         self._survival *= self._member.rate(confidence, self.count, False)
         self._tokens += self._survival
         expected = self._survival * self._member.average(self.count + 1)
-        seconds = self._times.next + self._prices.seconds[self.count + 1] - self._prices.seconds[self.count]
+        at = min(self.count, MOST)  # a model with another tokenizer may need more tokens for as much text
+        seconds = self._times.next + self._prices.seconds[at + 1] - self._prices.seconds[at]
         pays = expected > self._prices.price(seconds, self._tokens, self._spent)
         self._spent += seconds
         return pays and self._spent <= self._member.stake_s
