@@ -143,6 +143,15 @@ def test_the_machine_getting_slower_moves_everything():
     assert table.branch_s == pytest.approx(0.4, rel=0.02)
 
 
+def test_a_change_is_followed_after_long_quiet():
+    table = ModelCosts(TABLE)
+    for _ in range(1000):
+        table.observe(1, 0, 1.0)
+    for _ in range(20):
+        table.observe(1, 0, 2.0)
+    assert table.seconds(1, 0) == pytest.approx(2.0, rel=0.1)
+
+
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_a_table_from_another_hour_is_put_right_at_once(factor):
     """Also where there are only forwards of many rows: their price by that of one is trusted more than the speed."""

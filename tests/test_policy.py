@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from sakiyomi import drafting
+from sakiyomi import acceptance, drafting
 from sakiyomi.costs import CostTable, ModelCosts
 from sakiyomi.drafting import Source
 from sakiyomi.errors import OptionError
@@ -57,6 +57,7 @@ class Simulated:
     alternative: float | None = None
     source: random.Random = field(default_factory=lambda: random.Random(1))
     drafted: int = 0
+    calls: int = 0
     silent: bool = False
 
     def __post_init__(self) -> None:
@@ -77,6 +78,7 @@ class SimulatedSession:
     def propose(self, budget: int, go_on=always) -> Draft:
         drafter = self.drafter
         drafter.clock.now += drafter.call_s
+        drafter.calls += 1
         if drafter.costs and self.unread > 1:
             drafter.clock.now += drafter.true.seconds(self.unread, self.length) - drafter.true.seconds(1, self.length)
         self.read = self.length
@@ -324,6 +326,8 @@ def test_never_waits_for_a_slow_drafter_that_says_nothing_of_its_costs(clock, ca
     outcomes = [simulate(policy, [drafter], clock, CHEAP_ROWS, tokens=128) for _ in range(10)]
     assert outcomes[0].seconds < 1.03 * outcomes[0].tokens + 2.5 * call_s  # it must be tried to be known
     assert sum(each.seconds for each in outcomes[1:]) < 1.03 * sum(each.tokens for each in outcomes[1:])
+    total = sum(each.seconds for each in outcomes)
+    assert drafter.calls * call_s < 0.03 * total + 4 * call_s
 
 
 @pytest.mark.parametrize("table", [CHEAP_ROWS, DEAR_ROWS], ids=["cheap rows", "dear rows"])
@@ -403,6 +407,45 @@ def test_a_table_that_is_wrong_costs_little(clock, seed):
     plain = simulate(policy, [], clock, DEAR_ROWS, tokens=2000, noise=random.Random(seed))
     found = simulate(policy, [drafter], clock, DEAR_ROWS, tokens=2000, noise=random.Random(seed))
     assert found.seconds < 1.15 * plain.seconds
+
+
+@pytest.mark.parametrize("table", [CHEAP_ROWS, DEAR_ROWS], ids=["cheap rows", "dear rows"])
+@pytest.mark.parametrize("sequences", [1, 8])
+def test_the_ledgers_bound_what_is_lost_by_a_policy_that_learns_nothing(clock, monkeypatch, table, sequences):
+    monkeypatch.setattr(acceptance.Acceptance, "learn", lambda *test: None)
+    monkeypatch.setattr(acceptance.Odds, "learn", lambda *test: None)
+    policy, costs = adaptive(table), ModelCosts(table)
+    wrong = Simulated(clock, lambda length: 0.0, confidence=0.99)
+    lost = elapsed = 0.0
+    token_s = costs.seconds(sequences, 0) / sequences
+    for answer in range(6):
+        made = [policy.session([Source(wrong, [0] * 100, PARAMS, 100)]) for _ in range(sequences)]
+        for number in range(128):
+            rows, drafts = sequences, []
+            for session in made:
+                drafts.append(session.draft(128 - number, 100, rows, sequences))
+                rows += len(drafts[-1])
+            elapsed += costs.seconds(sequences, 0)
+            lost += costs.seconds(rows, 0) - costs.seconds(sequences, 0)
+            for session, draft in zip(made, drafts, strict=True):
+                session.observe(Checked(draft, (), 1, 1 + len(draft), 100, None))
+        if answer == 0:
+            assert lost > 2 * sequences * token_s, "nothing was put to the test"
+    # Of each sequence at most 2 tokens and 2 %, of all 8 tokens and 1 %, and what the last draft of each took.
+    assert lost < 0.012 * elapsed + (8 + 3 * sequences) * token_s
+
+
+def test_what_a_stop_cut_off_is_no_failure(clock):
+    policy = adaptive(CHEAP_ROWS)
+    drafter = Simulated(clock, lambda length: 1.0, confidence=0.93)
+    cut = 0
+    for _ in range(15):
+        session = policy.session([Source(drafter, [0] * 10, PARAMS, 100)])
+        draft = session.draft(20, 9, 1, 1)
+        cut += len(draft) > 1
+        session.observe(Checked(draft, (0,), 1, 1 + len(draft), 9, 1.0))  # the first token ended the answer
+    assert cut > 5
+    assert policy._experiences["simulated"].acceptance.rate(0.93, 2) > 0.8
 
 
 def test_a_model_may_take_more_tokens_than_it_proposes(clock):
