@@ -78,8 +78,8 @@ def load(
     ``num_speculative_tokens``: tokens to draft in a round; None drafts as many as pay, for which the costs of the
     model are measured once, in about a second. ``draft_model``: a smaller model to draft with, named as ``model`` is;
     its tokenizer may be another, and its weights are int8 where the core runs. ``context_length`` lowers the model's
-    own. ``progress`` shows a bar on standard error while something is fetched or converted. Warns once where the
-    compiled core isn't there. Raises ModelError or OptionError.
+    own. ``progress`` shows a bar on standard error while something is fetched or converted. Warns where the compiled
+    core isn't there, and of a draft model that is too slow to pay. Raises ModelError or OptionError.
     """
     if dtype not in DTYPES:
         raise OptionError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")

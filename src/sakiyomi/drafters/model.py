@@ -148,10 +148,10 @@ class ModelDrafter(DraftModel):
 
     ``vocab_size``: the target's. Vocabularies may differ by padding: what only the draft model has is never drafted;
     what only the target has (no text holds it) the draft model reads as id 0. Nothing is drafted after ``eos_ids`` and
-    a request's ``stop_token_ids``. ``branches``: how many tokens to propose
-    at a position at most; all but the first are leaves, and proposed only where they are likely enough. Penalties,
-    ``logit_bias``, ``min_new_tokens`` and processors of a request are not looked at: where they change the target's
-    choice, the draft is refused. Raises OptionError unless branches >= 1.
+    a request's ``stop_token_ids``. ``branches``: how many tokens to propose at a position at most; all but the first
+    are leaves, and proposed only where they are likely enough. Penalties, ``logit_bias``, ``min_new_tokens`` and
+    processors of a request are not looked at: where they change the target's choice, the draft is refused.
+    Raises OptionError unless branches >= 1.
     """
 
     way = "same"
