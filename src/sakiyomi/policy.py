@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from sakiyomi.acceptance import Acceptance, Odds
@@ -321,16 +322,21 @@ class _Prices:
     """What draft tokens have to bring.
 
     ``gain``: tokens per plain token's time, of late. ``rate``: the tokens per second of all sequences of the round,
-    whose time every row takes. ``seconds[count]``: what so many draft tokens add to the round.
+    whose time every row takes.
     """
 
     def __init__(self, costs: ModelCosts, context: int, rows: int, sequences: int, gain: float) -> None:
+        self._costs, self._context, self._rows = costs, context, rows
         self._others = sequences - 1
         self._plain_s = costs.seconds(sequences, context)
         self.token_s = self._plain_s / sequences
         self.rate = gain / self.token_s
-        self.seconds = costs.further(rows, context, MOST + 1)
         self.branch_s = costs.branch_s
+
+    @cached_property
+    def seconds(self) -> list[float]:
+        """What 0, 1, .. draft tokens add to the round; worked out only where there is a draft."""
+        return self._costs.further(self._rows, self._context, MOST + 1)
 
     def price(self, seconds: float, tokens: float, spent: float) -> float:
         """Return the tokens that so many seconds should bring in a round of so many tokens and seconds till then."""
@@ -422,6 +428,8 @@ def _ask_costly(member: _Member, budget: int, times: _DraftTimes, prices: _Price
 
 def _plan(draft: Draft, member: _Member, prices: _Prices) -> _Plan:
     """Return the most valuable part of a draft."""
+    if not draft:
+        return _Plan(draft, 0.0)
     parents = draft.parents
     if parents is None:
         rates = [member.rate(confidence, i, False) for i, confidence in enumerate(draft.confidences, start=1)]
