@@ -42,7 +42,7 @@ class WrongDrafter:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size, self.source = vocab_size, random.Random(0)
 
-    def session(self, prompt: Sequence[int], params: SamplingParams) -> WrongDrafter:
+    def session(self, prompt: Sequence[int], params: SamplingParams, sampled: bool = False) -> WrongDrafter:
         """Return itself: it holds nothing of a sequence."""
         return self
 
@@ -60,7 +60,7 @@ class SilentDrafter:
 
     name, costs, unread = "silent", None, 0
 
-    def session(self, prompt: Sequence[int], params: SamplingParams) -> SilentDrafter:
+    def session(self, prompt: Sequence[int], params: SamplingParams, sampled: bool = False) -> SilentDrafter:
         """Return itself: it holds nothing of a sequence."""
         return self
 
@@ -81,7 +81,7 @@ class SlowDrafter:
         self.answers, self.token_s = answers, token_s
         self.left: list[int] = []
 
-    def session(self, prompt: Sequence[int], params: SamplingParams) -> SlowDrafter:
+    def session(self, prompt: Sequence[int], params: SamplingParams, sampled: bool = False) -> SlowDrafter:
         """Begin with the answer to this prompt."""
         made = SlowDrafter(self.answers, self.token_s)
         made.left = list(self.answers.get(tuple(prompt), ()))

@@ -88,7 +88,7 @@ class FakeLLM:
         self.calls: list[Call] = []
         self.settings: list[Setting] = []
 
-    def speculation(self, drafter: str, num_speculative_tokens: int | None) -> Setting:
+    def speculation(self, drafter: str, num_speculative_tokens: int | None, verification: str) -> Setting:
         self.settings.append(Setting(drafter, num_speculative_tokens, []))
         return self.settings[-1]
 
@@ -285,7 +285,7 @@ class Parrot:
     def __init__(self) -> None:
         self.heard: dict[tuple[int, ...], list[int]] = {}
 
-    def session(self, prompt: Sequence[int], params: SamplingParams) -> ParrotSession:
+    def session(self, prompt: Sequence[int], params: SamplingParams, sampled: bool = False) -> ParrotSession:
         known = self.heard.get(tuple(prompt), [])
         self.heard[tuple(prompt)] = []
         return ParrotSession(list(known), self.heard[tuple(prompt)])
@@ -293,6 +293,7 @@ class Parrot:
 
 class ParrotSession:
     unread = 0
+    sampled = False
 
     def __init__(self, known: list[int], heard: list[int]) -> None:
         self.known, self.heard = known, heard
@@ -716,9 +717,11 @@ def test_json_holds_summaries_settings_facts_and_every_generation(mixed: BenchRe
     assert (last["category"], last["case"], last["verdict"]) == (None, "draft-model k=16", "slower")
     assert last["speedup"] == {"median": 0.08, "low": 0.08, "high": 0.08, "count": 124}
     assert [last[name] for name in ("mean_drafted", "mean_draft_length", "rounds_without_draft")] == [2.0, 4.0, 0.5]
-    assert data["candidates"][0] == {"drafter": "ngram", "num_speculative_tokens": 5}
+    assert data["candidates"][0] == {"drafter": "ngram", "num_speculative_tokens": 5, "verification": "coupled"}
     adaptive = as_dict(run_benchmark(FakeLLM(), prompts(1), [BOTH], PARAMS))
-    assert adaptive["candidates"] == [{"drafter": "suffix+ngram", "num_speculative_tokens": None}]
+    assert adaptive["candidates"] == [
+        {"drafter": "suffix+ngram", "num_speculative_tokens": None, "verification": "coupled"}
+    ]
 
 
 def test_quality_is_shown_in_every_form(mixed: BenchResult) -> None:

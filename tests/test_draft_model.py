@@ -223,7 +223,7 @@ def test_choices_are_the_largest_sums(params, branches):
         logits = np.random.default_rng(seed).normal(size=50).astype(np.float32) * 3
         logits[7] = -np.inf
         names = np.sort(np.random.default_rng(seed + 100).permutation(1000)[:50]).astype(np.int64)
-        found = likely(logits, names, params, seed, branches)
+        found = likely(logits, names, params, params.seed, seed, branches)
         z = logits.astype(np.float64)
         if params.temperature:
             z = (z - z.max()) / params.temperature
@@ -250,7 +250,7 @@ def test_choices_are_the_largest_sums(params, branches):
 
 def test_logits_are_left_as_they_are():
     logits = np.array([1.0, 2.0, 1.9], dtype=np.float32)
-    assert len(likely(logits, None, GREEDY, 0, 3)) == 3
+    assert len(likely(logits, None, GREEDY, 0, 0, 3)) == 3
     assert logits.tolist() == [1.0, 2.0, np.float32(1.9)]
 
 

@@ -42,11 +42,12 @@ class RandomDrafter:
     name = "random"
     costs = None
     unread = 0
+    sampled = False
 
     def __init__(self, vocab_size: int) -> None:
         self.source, self.vocab_size = random.Random(0), vocab_size
 
-    def session(self, prompt, params):
+    def session(self, prompt, params, sampled=False):
         return self
 
     def propose(self, budget: int, go_on=always) -> Draft:

@@ -63,7 +63,7 @@ class Simulated:
     def __post_init__(self) -> None:
         self.true = ModelCosts(self.costs.table) if self.costs else None
 
-    def session(self, prompt: Sequence[int], params: SamplingParams) -> SimulatedSession:
+    def session(self, prompt: Sequence[int], params: SamplingParams, sampled: bool = False) -> SimulatedSession:
         return SimulatedSession(self, len(prompt))
 
 
@@ -454,7 +454,7 @@ def test_a_model_may_take_more_tokens_than_it_proposes(clock):
     class Wordy:
         name, costs, unread = "wordy", ModelCosts(CostTable((1, 33), (0.001, 0.001))), 1
 
-        def session(self, prompt, params):
+        def session(self, prompt, params, sampled=False):
             return self
 
         def propose(self, budget, go_on=always):
@@ -495,7 +495,7 @@ def test_fixed_takes_the_first_path_of_a_tree(clock):
     class Tree:
         name, costs, unread = "tree", None, 0
 
-        def session(self, prompt, params):
+        def session(self, prompt, params, sampled=False):
             return self
 
         def propose(self, budget, go_on=always):
@@ -507,7 +507,7 @@ def test_fixed_takes_the_first_path_of_a_tree(clock):
 
 def test_fixed_asks_a_model_only_where_there_is_no_other_guess(clock):
     class Guess(Simulated):
-        def session(self, prompt, params):
+        def session(self, prompt, params, sampled=False):
             made = super().session(prompt, params)
             works = made.propose
             made.propose = lambda *rest: works(*rest) if made.length % 2 else Draft()

@@ -24,6 +24,7 @@ NAMES = [
     "ModelNotFoundError",
     "NgramDrafter",
     "OptionError",
+    "PolicyError",
     "PromptError",
     "SakiyomiError",
     "SamplingParams",

@@ -146,7 +146,7 @@ def test_repetition_penalty_is_that_of_transformers():
     from transformers import RepetitionPenaltyLogitsProcessor
 
     prompt, z = [5, 9, 9, 480], logits_row(3)
-    found = chooser(prompt, repetition_penalty=1.7)._processed(z)
+    found = chooser(prompt, repetition_penalty=1.7).processed(z)
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([prompt]), torch.from_numpy(z)[None].clone())[0]
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
 
@@ -156,7 +156,7 @@ def test_presence_and_frequency_count_the_output_only():
     for token in (9, 7, 7):
         subject.take(token)
     z = np.zeros(VOCAB, np.float32)
-    found = subject._processed(z)
+    found = subject.processed(z)
     assert found[5] == 0
     assert found[9] == -0.75
     assert found[7] == -1.0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
+from sakiyomi.errors import OptionError
 from sakiyomi.interfaces import RoundRecord
-from sakiyomi.stats import Spread, Stats, ratio, speedup, spread
+from sakiyomi.stats import Expected, Spread, Stats, ratio, speedup, spread
 
 
 def record(
@@ -107,6 +109,17 @@ def test_a_stop_cuts_tokens_but_is_no_rejection() -> None:
     assert Stats((record(4, 2),), 0.0, 1.0).per_position_acceptance == (1.0, 1.0, 0.0)
 
 
+def test_alpha_is_of_the_tokens_that_were_reached() -> None:
+    # Reached and accepted: 2 and 1, 5 and 5, none and none, 1 and 0, and of the cut round 2 and 2: the third token
+    # came after the stop. Of the tree, with its longest path of 2, 2 and 1.
+    rounds = (record(4, 1), record(5, 5), record(), record(1, 0), record(4, 3, emitted=2), record(6, 1, depth=2))
+    stats = Stats(rounds, ttft_s=1.0, total_s=5.0)
+    assert stats.alpha == 9 / 12
+    assert stats.acceptance_rate == 10 / 20, "tokens after a rejection or a stop count here, and every branch"
+    assert Stats((record(), record()), 0.0, 1.0).alpha is None, "none was reached: unknown, not zero"
+    assert Stats((record(3, 0),), 0.0, 1.0).alpha == 0.0
+
+
 def test_tpot_leaves_out_the_first_chunk_and_its_time() -> None:
     stats = Stats((record(3, 3), record(3, 1), record()), ttft_s=2.0, total_s=5.0)
     assert stats.decode_tokens == 3
@@ -184,14 +197,14 @@ def test_spread_has_quartiles_from_four_values_on() -> None:
 
 def test_as_dict_is_json_and_has_every_metric() -> None:
     failed = record(drafter="", errors=("suffix: ValueError: no",))
-    stats = Stats((record(3, 2, target_s=1.0, total_s=2.0), failed), ttft_s=1.0, total_s=2.5)
+    stats = Stats((record(4, 2, target_s=1.0, total_s=2.0), failed), ttft_s=1.0, total_s=2.5)
     data = json.loads(json.dumps(stats.as_dict(), allow_nan=False))
     for name, value in data.items():
         have = getattr(stats, name)
         assert value == (list(have) if isinstance(have, tuple) else have), name
     assert data["tokens_per_target_call"] == 2.0
     assert data["tpot_s"] == 1.5
-    assert data["by_drafter"] == {"ngram": {"rounds": 1, "drafted": 3, "accepted": 2}}
+    assert data["by_drafter"] == {"ngram": {"rounds": 1, "drafted": 4, "accepted": 2}}
     assert data["errors"] == ["suffix: ValueError: no"]
 
 
@@ -199,6 +212,7 @@ def test_nothing_done_has_no_metrics_and_no_errors() -> None:
     data = Stats((), ttft_s=0.0, total_s=0.0).as_dict()
     for name in (
         "acceptance_rate",
+        "alpha",
         "tokens_per_target_call",
         "mean_drafted",
         "mean_draft_length",
@@ -206,3 +220,108 @@ def test_nothing_done_has_no_metrics_and_no_errors() -> None:
         "overhead",
     ):
         assert data[name] is None, name
+
+
+@pytest.mark.parametrize(
+    ("k", "alpha", "predicted", "measured"),
+    [(7, 0.75, 3.2, 3.4), (7, 0.62, 2.3, 2.6), (5, 0.65, 2.4, 3.1), (5, 0.53, 1.9, 2.3)],
+)
+def test_expected_speed_of_t5_small_drafting_for_t5_xxl(
+    k: int, alpha: float, predicted: float, measured: float
+) -> None:
+    """Leviathan et al. (2211.17192), translation and summarisation, each at temperature 0 and 1.
+
+    ``k``, ``alpha`` and ``measured`` (the speed-up on a TPU v4) are the paper's measurements. ``predicted`` is none:
+    it is theorem 3.8 with c = 0.02, worked out by hand.
+    """
+    expected = Expected(alpha, k, plain_s=1.0, draft_s=0.02 * k)
+    assert expected.improvement is not None
+    assert round(expected.improvement, 1) == predicted
+    assert expected.improvement == pytest.approx(measured, rel=0.3)
+
+
+@pytest.mark.parametrize(("alpha", "k"), [(0.3, 2), (0.6, 4), (0.75, 7), (0.95, 12), (0.5, 1)])
+def test_expected_speed_is_that_of_simulated_rounds(alpha: float, k: int) -> None:
+    rounds, plain_s, draft_s, target_s, overhead_s = 50_000, 0.010, 0.003, 0.014, 0.0005
+    stood = np.random.default_rng(k).random((rounds, k)) < alpha
+    accepted = np.logical_and.accumulate(stood, axis=1).sum(axis=1)
+    emitted = accepted + 1
+    margin = 5 * emitted.std() / rounds**0.5  # 5 standard errors
+    expected = Expected(alpha, k, plain_s=plain_s, draft_s=draft_s, target_s=target_s, overhead_s=overhead_s)
+    assert expected.tokens_per_target_call == pytest.approx(emitted.mean(), abs=margin)
+
+    plain_clock = emitted.sum() * plain_s
+    clock = rounds * draft_s + rounds * target_s + rounds * overhead_s
+    assert expected.speedup == pytest.approx(plain_clock / clock, rel=margin / emitted.mean())
+
+    # Back from the records of rounds to alpha.
+    some = accepted[:1000]
+    reached = np.minimum(some + 1, k).sum()
+    stats = Stats(tuple(record(k, int(n)) for n in some), ttft_s=0.0, total_s=1.0)
+    assert stats.alpha == pytest.approx(alpha, abs=5 * (alpha * (1 - alpha) / reached) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "k", "tokens"),
+    [
+        (0.0, 5, 1.0),
+        (0.5, 0, 1.0),
+        (1.0, 0, 1.0),
+        (0.0, 0, 1.0),
+        (0.5, 2, 1.75),
+        (1.0, 5, 6.0),
+        (1 - 1e-12, 7, 8 - 28e-12),  # 8 - (1 + ... + 7) * 1e-12
+        (1 - 2**-53, 7, 8.0),
+    ],
+)
+def test_limits_of_the_expected_speed(alpha: float, k: int, tokens: float) -> None:
+    expected = Expected(alpha, k, plain_s=0.01, draft_s=0.002 * k, target_s=0.01)
+    assert expected.tokens_per_target_call == pytest.approx(tokens, rel=1e-14)
+    assert expected.improvement == pytest.approx(tokens / (1 + 0.2 * k))
+    assert expected.speedup == pytest.approx(expected.improvement), "k + 1 rows as cheap as one, no overhead"
+
+
+def test_no_draft_tokens_is_plain_decoding_whatever_a_round_would_cost() -> None:
+    expected = Expected(0.5, 0, plain_s=0.01, draft_s=0.02, target_s=0.03, overhead_s=0.04)
+    assert (expected.tokens_per_target_call, expected.improvement, expected.speedup) == (1.0, 1.0, 1.0)
+
+
+def test_expected_speed_as_dict_leaves_open_what_is_not_known() -> None:
+    data = json.loads(json.dumps(Expected(0.5, 1, plain_s=0.5, draft_s=0.25).as_dict(), allow_nan=False))
+    assert data == {
+        "alpha": 0.5,
+        "num_speculative_tokens": 1,
+        "plain_s": 0.5,
+        "draft_s": 0.25,
+        "target_s": None,
+        "overhead_s": 0.0,
+        "tokens_per_target_call": 1.5,
+        "improvement": 1.0,
+        "speedup": None,
+    }
+    assert Expected(0.5, 1).improvement is None
+    assert Expected(0.5, 1, plain_s=0.5, target_s=0.5).speedup is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "want"),
+    [
+        ("alpha", -0.1, "from 0 to 1"),
+        ("alpha", 1.1, "from 0 to 1"),
+        ("alpha", float("nan"), "from 0 to 1"),
+        ("num_speculative_tokens", -1, "at least 0"),
+        ("plain_s", 0.0, "above 0"),
+        ("plain_s", float("inf"), "above 0"),
+        ("draft_s", -0.1, "at least 0"),
+        ("draft_s", float("inf"), "at least 0"),
+        ("target_s", 0.0, "above 0"),
+        ("target_s", float("inf"), "above 0"),
+        ("overhead_s", -0.1, "at least 0"),
+        ("overhead_s", float("inf"), "at least 0"),
+    ],
+)
+def test_expected_speed_of_the_impossible_is_an_error(name: str, value: float, want: str) -> None:
+    good = {"alpha": 0.5, "num_speculative_tokens": 2, "plain_s": 1.0, "draft_s": 0.0, "target_s": 1.0}
+    Expected(**good)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=f"^{name}={value!r}: must be {want}"):
+        Expected(**{**good, name: value})  # type: ignore[arg-type]

@@ -44,6 +44,13 @@ DraftModel = Annotated[
     str | None,
     typer.Option(help="A smaller model to draft with, named as --model is; its tokenizer may be another."),
 ]
+Verification = Annotated[
+    str,
+    typer.Option(
+        help="Which draft tokens stand. coupled: the target's own, so that the text is that of plain decoding. "
+        "rejection, block: where a draft model samples, a few more, in another text of the same distribution."
+    ),
+]
 Dtype = Annotated[str, typer.Option(help="auto (bf16 wherever that is faster, else fp32), bf16, or fp32.")]
 Weights = Annotated[
     str, typer.Option(help="auto (as --dtype), or int8: half the bytes, at some cost that bench measures.")
@@ -123,6 +130,7 @@ def generate(
             help="Tokens to draft in a round, 0: plain decoding. auto: as many as pay.",
         ),
     ] = _AUTO,
+    verification: Verification = "coupled",
     draft_model: DraftModel = None,
     reference: Annotated[
         Path | None, typer.Option(help="A text file that the drafters suffix and ngram look things up in too.")
@@ -180,7 +188,7 @@ def generate(
     looked_up = None if reference is None else _read_reference(reference, names, drafter)
     if memory is not None:
         _check_memory(memory, names, drafter)
-    llm = _load(model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model)
+    llm = _load(model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model, verification)
     setting, suffix = _speculation(llm, names, drafter, k, looked_up, memory)
     given: Prompt = text
     if not raw and llm.tokenizer.chat_template is not None:
@@ -385,6 +393,10 @@ def bench(
             help="Tokens to draft in a round; auto: as many as pay. Can be repeated. Default: 3, 7 and auto.",
         ),
     ] = None,
+    verification: Annotated[
+        list[str] | None,
+        typer.Option(help="coupled, rejection or block, as for generate. Can be repeated. Default: coupled."),
+    ] = None,
     draft_model: DraftModel = None,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
@@ -416,13 +428,15 @@ def bench(
     from sakiyomi.bench.runner import Candidate, run_benchmark
     from sakiyomi.bench.workload import builtin_workload, load_workload, select
     from sakiyomi.sampling import SamplingParams
+    from sakiyomi.verification import method
 
     params = SamplingParams(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     )
     prompts = select(load_workload(workload) if workload else builtin_workload(), category, per_category)
     lengths = [_draft_length(each) for each in num_speculative_tokens or ["3", "7", _AUTO]]
-    candidates = [Candidate(spec, k) for spec in drafter or [_AUTO] for k in lengths]
+    ways = [method(each) for each in verification or ["coupled"]]
+    candidates = [Candidate(spec, k, way) for spec in drafter or [_AUTO] for k in lengths for way in ways]
     _drafter_names(drafter or [_AUTO], draft_model)
     targets.resolve(kernels, weights)
     text = _quality_text(quality_text, weights)
@@ -523,6 +537,7 @@ def _load(
     drafter: str,
     num_speculative_tokens: int | None,
     draft_model: str | None,
+    verification: str = "coupled",
 ) -> LLM:
     from sakiyomi.errors import OptionError
 
@@ -545,6 +560,7 @@ def _load(
             context_length=context_length,
             drafter=drafter,
             num_speculative_tokens=num_speculative_tokens,
+            verification=verification,  # type: ignore[arg-type]
             draft_model=draft_model,
         )
 

@@ -13,18 +13,23 @@ from sakiyomi.sampling import SamplingParams
 class Source:
     """A drafter's session, guarded. A drafter that fails is left out of the rest of the sequence.
 
-    ``seconds``: what the last proposal took. ``error``: what the drafter failed of, None while it works.
+    ``sampled``: whether what it draws is checked as a sample of its distribution. ``seconds``: what the last proposal
+    took. ``error``: what the drafter failed of, None while it works.
     """
 
-    def __init__(self, drafter: Drafter, prompt: Sequence[int], params: SamplingParams, vocab_size: int) -> None:
+    def __init__(
+        self, drafter: Drafter, prompt: Sequence[int], params: SamplingParams, vocab_size: int, sampled: bool = False
+    ) -> None:
         self.name = drafter.name
         self.costs: Costs | None = drafter.costs
         self.seconds = 0.0
         self.error: str | None = None
         self._vocab_size = vocab_size
         self._session: DraftSession | None = None
+        self._drawn: Draft | None = None
+        self._wants_samples = sampled
         try:
-            self._session = drafter.session(prompt, params)
+            self._session = drafter.session(prompt, params, sampled)
         except Exception as error:
             self._fail(error)
 
@@ -42,18 +47,44 @@ class Source:
             self._fail(error)
             return 0
 
+    @property
+    def sampled(self) -> bool:
+        """Whether its drafts are samples: once drawn they must be checked, and whole."""
+        try:
+            return self._wants_samples and self._session is not None and self._session.sampled
+        except Exception as error:
+            self._fail(error)
+            return False
+
     def propose(self, budget: int, go_on: GoOn = always) -> Draft:
         """Return a proposal that the target can compute, each token with a confidence; empty where there is none."""
         if self._session is None:
             return Draft(drafter=self.name)
+        asked = 0
+
+        def ask(confidence: float) -> bool:
+            nonlocal asked
+            asked += 1
+            return go_on(confidence)
+
+        sampled = self.sampled
         began = time.perf_counter()
         try:
-            draft = _checked(self._session.propose(budget, go_on), budget, self._vocab_size, self.name)
+            draft = _checked(self._session.propose(budget, ask), budget, self._vocab_size, self.name, sampled)
+            if sampled and asked > depth(draft):
+                raise DrafterError(f"it asked whether to go on after {asked} tokens, and kept {depth(draft)} of them")
         except Exception as error:
             self._fail(error)
             draft = Draft(drafter=self.name)
         self.seconds = time.perf_counter() - began
+        if sampled and draft:
+            self._drawn = draft
         return draft
+
+    def take_drawn(self) -> Draft | None:
+        """Return the sample that was drawn since this was last called, None where there was none."""
+        drawn, self._drawn = self._drawn, None
+        return drawn
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Tell the drafter what the sequence gained."""
@@ -69,7 +100,7 @@ class Source:
         self.error = f"{type(error).__name__}: {error}"
 
 
-def _checked(draft: Draft, budget: int, vocab_size: int, name: str) -> Draft:
+def _checked(draft: Draft, budget: int, vocab_size: int, name: str, sampled: bool) -> Draft:
     """Return a draft with all that is optional filled in. Raises DrafterError for what the target can't compute."""
     count = len(draft)
     if any(type(token) is not int or not 0 <= token < vocab_size for token in draft.tokens):
@@ -84,8 +115,15 @@ def _checked(draft: Draft, budget: int, vocab_size: int, name: str) -> Draft:
         raise DrafterError(f"it gave confidences {confidences}: must be one in (0, 1] for each of {count} tokens")
     if (deepest := depth(draft)) > budget:
         raise DrafterError(f"it proposed {deepest} tokens in a row: at most {budget} were asked for")
+    distributions = draft.distributions if sampled else None
+    if sampled and count:
+        if distributions is None or len(distributions) != count:
+            raise DrafterError(f"it gave {len(distributions or ())} distributions for {count} sampled tokens")
+        for token, distribution in zip(draft.tokens, distributions, strict=True):
+            if not distribution.fits(vocab_size) or distribution.probability(token) <= 0:
+                raise DrafterError(f"it can't have drawn token {token} from the distribution that it gave")
     chain = draft.parents is None or all(parent == i - 1 for i, parent in enumerate(draft.parents))
-    return Draft(draft.tokens, None if chain else draft.parents, confidences, name)
+    return Draft(draft.tokens, None if chain else draft.parents, confidences, name, distributions)
 
 
 def depth(draft: Draft) -> int:
@@ -99,27 +137,37 @@ def depth(draft: Draft) -> int:
 
 
 def chosen(draft: Draft, indices: Sequence[int]) -> Draft:
-    """Return the part of a draft at these indices, ascending, of which every token's parent is a part too."""
-    count = len(indices)
-    if count == len(draft):
-        return draft
-    tokens = tuple(draft.tokens[i] for i in indices)
-    confidences = tuple(draft.confidences[i] for i in indices)
-    parents: tuple[int, ...] | None = None
-    if draft.parents is not None:
-        places = {-1: -1, **{index: place for place, index in enumerate(indices)}}
-        parents = tuple(places[draft.parents[i]] for i in indices)
-        if parents == tuple(range(-1, count - 1)):
-            parents = None
-    return Draft(tokens, parents, confidences, draft.drafter)
+    """Return the part of a draft at these indices, ascending, of which every token's parent is a part too.
+
+    Raises ValueError for a part of a sampled draft: what is left of a sample after a look at it isn't one.
+    """
+    if len(indices) < len(draft) and draft.distributions is not None:
+        raise ValueError(f"{draft.drafter}: its draft is a sample, which is checked whole or not drawn at all")
+    return _part(draft, indices)
 
 
 def first_path(draft: Draft) -> Draft:
-    """Return the chain of first children of a draft."""
+    """Return the chain of first children of a draft. Of a sample too: it takes no token for what it is."""
     if draft.parents is None:
         return draft
     path: list[int] = []
     for index, parent in enumerate(draft.parents):
         if parent == (path[-1] if path else -1):
             path.append(index)
-    return chosen(draft, path)
+    return _part(draft, path)
+
+
+def _part(draft: Draft, indices: Sequence[int]) -> Draft:
+    count = len(indices)
+    if count == len(draft):
+        return draft
+    tokens = tuple(draft.tokens[i] for i in indices)
+    confidences = tuple(draft.confidences[i] for i in indices)
+    distributions = draft.distributions and tuple(draft.distributions[i] for i in indices)
+    parents: tuple[int, ...] | None = None
+    if draft.parents is not None:
+        places = {-1: -1, **{index: place for place, index in enumerate(indices)}}
+        parents = tuple(places[draft.parents[i]] for i in indices)
+        if parents == tuple(range(-1, count - 1)):
+            parents = None
+    return Draft(tokens, parents, confidences, draft.drafter, distributions)

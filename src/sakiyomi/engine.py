@@ -18,12 +18,12 @@ from typing import Literal
 import torch
 
 from sakiyomi.drafting import Source, depth, first_path
-from sakiyomi.errors import OptionError, PromptError
-from sakiyomi.interfaces import Draft, Drafter, RoundRecord, Target, Work
+from sakiyomi.errors import OptionError, PolicyError, PromptError
+from sakiyomi.interfaces import Draft, Drafter, RoundRecord, Target, Verification, Work
 from sakiyomi.policy import Checked, Policy
 from sakiyomi.sampling import Chooser, SamplingParams
 from sakiyomi.text import TextStream, Tokenizer
-from sakiyomi.verification import coupled
+from sakiyomi.verification import method, verify
 
 FinishReason = Literal["eos", "stop", "length", "context", "error"]
 
@@ -67,6 +67,7 @@ class Request:
         drafters: Sequence[Drafter],
         policy: Policy | None,
         tokenizer: Tokenizer | None,
+        verification: Verification,
     ) -> None:
         self.ids = list(prompt)
         self.prompt_length = len(prompt)
@@ -77,7 +78,9 @@ class Request:
         self._eos_ids = frozenset() if params.ignore_eos or tokenizer is None else tokenizer.eos_ids
         self.chooser = Chooser(params, prompt, target.vocab_size, self._eos_ids)
         self._text = TextStream(tokenizer, prompt, params.stop) if tokenizer else None
-        self.sources = [Source(each, prompt, params, target.vocab_size) for each in drafters] if policy else []
+        self.verification = verification
+        sampled = verification != "coupled" and params.temperature > 0
+        self.sources = [Source(each, prompt, params, target.vocab_size, sampled) for each in drafters] if policy else []
         self.policy = policy.session(self.sources) if policy and self.sources else None
         self._reported: set[str] = set()
 
@@ -89,13 +92,21 @@ class Request:
     def draft(self, rows: int, sequences: int) -> Draft:
         """Return what to check, no longer than what could still become output besides the target token.
 
-        ``rows``: rows of the coming forward that are there anyway, of so many sequences.
+        ``rows``: rows of the coming forward that are there anyway, of so many sequences. Raises PolicyError where the
+        policy leaves out what was sampled.
         """
         if self.policy is None:
             return Draft()
         room = self._context_length - len(self.ids)
         left = min(self.params.max_new_tokens - self.generated, room) - 1
         draft = self.policy.draft(left, self.sequence.length, rows, sequences)
+        drawn = [each for source in self.sources if (each := source.take_drawn())]
+        if any(draft not in (each, first_path(each)) for each in drawn):
+            names = " and ".join(each.drafter for each in drawn)
+            raise PolicyError(
+                f"policy: {type(self.policy).__name__} left out some of what {names} sampled; with "
+                f"verification={self.verification!r} what is drawn must be checked, so ask for less"
+            )
         return draft if len(draft) <= room else first_path(draft)
 
     def new_errors(self) -> tuple[str, ...]:
@@ -134,8 +145,11 @@ class Engine:
         params: SamplingParams,
         drafters: Sequence[Drafter] = (),
         policy: Policy | None = None,
+        verification: Verification = "coupled",
     ) -> Request:
         """Return a request ready for rounds; without drafters or a policy, of plain decoding.
+
+        ``verification``: which draft tokens stand, see :mod:`sakiyomi.verification`.
 
         Raises PromptError or OptionError where it can't be run.
         """
@@ -154,7 +168,7 @@ class Engine:
             raise PromptError("prompt: token ids must be integers") from None
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             raise PromptError(f"prompt: token ids must be in 0..{vocab_size - 1}")
-        return Request(self.target, prompt, params, drafters, policy, self._tokenizer)
+        return Request(self.target, prompt, params, drafters, policy, self._tokenizer, method(verification))
 
     def run(self, request: Request) -> Iterator[Chunk]:
         """Yield one request's chunks until it is finished. Warns of a drafter that fails, once."""
@@ -169,8 +183,9 @@ class Engine:
     def round(self, requests: Sequence[Request]) -> list[Chunk | Exception]:
         """Run one round of unfinished requests together and return what each gained.
 
-        Where a request fails (a processor raises), its entry is the error, it is finished, and the others go on. A
-        drafter that fails ends no request. An error of the target itself is raised and leaves every request as it was.
+        Where a request fails (a processor or its policy raises), its entry is the error, it is finished, and the others
+        go on. A drafter that fails ends no request. An error of the target itself is raised and leaves every request as
+        it was.
         """
         if not requests:
             return []
@@ -182,8 +197,13 @@ class Engine:
         contexts = [request.sequence.length for request in requests]
         rows = sum(len(request.ids) - context for request, context in zip(requests, contexts, strict=True))
         drafts: list[Draft] = []
-        for request in requests:
-            drafts.append(request.draft(rows, len(requests)))
+        failures: dict[int, Exception] = {}
+        for i, request in enumerate(requests):
+            try:
+                drafts.append(request.draft(rows, len(requests)))
+            except Exception as error:
+                failures[i] = error
+                drafts.append(Draft())
             rows += len(drafts[-1])
         work = [_work(request, draft) for request, draft in zip(requests, drafts, strict=True)]
         called = time.perf_counter()
@@ -191,13 +211,14 @@ class Engine:
         computed = time.perf_counter()
         forward_s = computed - called
         committed: list[_Committed] = []
-        failures: dict[int, Exception] = {}
         for i, (request, draft, output) in enumerate(zip(requests, drafts, outputs, strict=True)):
+            done = _Committed((), ())
             try:
-                committed.append(_commit(request, draft, output.logits, contexts[i]))
+                if i not in failures:
+                    done = _commit(request, draft, output.logits, contexts[i])
             except Exception as error:
                 failures[i] = error
-                committed.append(_Committed((), ()))
+            committed.append(done)
         verified = time.perf_counter()
         for i, (request, draft, done) in enumerate(zip(requests, drafts, committed, strict=True)):
             if request.policy is None or i in failures:
@@ -277,7 +298,7 @@ def _commit(request: Request, draft: Draft, logits: torch.Tensor, context: int) 
     missing = len(request.ids) - context
     accepted: list[int] = []
     tokens: list[Token] = []
-    for token, index in coupled(draft, logits, request.chooser):
+    for token, index in verify(request.verification, draft, logits, request.chooser):
         tokens.append(request.commit(token, None if index is None else draft.drafter))
         if index is not None:
             accepted.append(index)

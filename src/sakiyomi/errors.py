@@ -5,6 +5,7 @@ SakiyomiError
 ├── PromptError        a prompt that can't be answered: empty, too long, no chat template
 ├── CapacityError      a sequence would outgrow the context
 ├── DrafterError       a drafter proposed what can't be a draft
+├── PolicyError        a policy chose among sampled tokens by what they are
 └── ModelError         a model that can't be loaded
     ├── ModelNotFoundError     no such name, folder, file or hub id
     ├── DownloadError          fetching it failed or was refused
@@ -33,6 +34,10 @@ class CapacityError(SakiyomiError):
 
 class DrafterError(SakiyomiError):
     """A drafter proposed what can't be a draft: a mistake in the drafter."""
+
+
+class PolicyError(SakiyomiError):
+    """A policy chose among sampled tokens by what they are, which would change the text: a mistake in the policy."""
 
 
 class ModelError(SakiyomiError):

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 
 if TYPE_CHECKING:
+    from sakiyomi.distribution import Distribution
     from sakiyomi.sampling import SamplingParams
 
 Exactness = Literal["bit-exact", "numerics"]
+Verification = Literal["coupled", "rejection", "block"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +27,16 @@ class Draft:
 
     ``parents[i] < i`` is the index of the draft token before token i, -1 for a first token; None for a chain.
     ``confidences``, one per token, are in (0, 1]: how likely it is, to the drafter, that the token stands if those
-    before it on its path do.
+    before it on its path do. ``distributions``, one per token, are those that the tokens were really drawn from, given
+    what was drawn before them; None where nothing is claimed, and each token is taken as it is. Of such a sample no
+    token may be left out because of what it is: keep it, then stop.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] | None = None
     confidences: tuple[float, ...] = ()
     drafter: str = ""
+    distributions: tuple[Distribution, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -130,10 +135,15 @@ class DraftSession(Protocol):
     def unread(self) -> int:
         """Tokens that the drafter's model must compute before it can draft; 0 for a drafter without a model."""
 
+    @property
+    def sampled(self) -> bool:
+        """Whether its drafts have distributions; only where the drafter was asked for that."""
+
     def propose(self, budget: int, go_on: GoOn = always) -> Draft:
         """Propose what follows the tokens observed, at most ``budget`` in a row; nothing where there is no guess.
 
-        A drafter whose tokens cost something asks ``go_on`` after each, and stops where the answer is no.
+        A drafter whose tokens cost something asks ``go_on`` after each, and stops where the answer is no: after that
+        token, not before it.
         """
 
     def observe(self, tokens: Sequence[int]) -> None:
@@ -151,8 +161,13 @@ class Drafter(Protocol):
     def costs(self) -> Costs | None:
         """What its model costs; None for a drafter without one, whose drafts are nearly free."""
 
-    def session(self, prompt: Sequence[int], params: SamplingParams) -> DraftSession:
-        """Begin a sequence with these token ids, whose tokens the target will choose by ``params``."""
+    def session(self, prompt: Sequence[int], params: SamplingParams, sampled: bool) -> DraftSession:
+        """Begin a sequence with these token ids, whose tokens the target will choose by ``params``.
+
+        ``sampled``: how a draft token that is drawn at random should be drawn. False: with the target's own noise for
+        its position, so that it is likely to be the target's choice. True: with noise of the drafter's own, and if
+        the drafter knows the distribution, the draft should have it.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from sakiyomi.costs import ModelCosts, measure, measured
 from sakiyomi.cpus import cpu_name
 from sakiyomi.engine import Chunk, Engine, FinishReason
 from sakiyomi.errors import OptionError, PromptError
-from sakiyomi.interfaces import Drafter, Exactness, Target
+from sakiyomi.interfaces import Drafter, Exactness, Target, Verification
 from sakiyomi.policy import AdaptivePolicy, FixedPolicy, Policy
 from sakiyomi.sampling import SamplingParams
 from sakiyomi.stats import Stats
@@ -28,6 +28,7 @@ from sakiyomi.targets.compiled import CompiledTarget
 from sakiyomi.targets.decoder import DecoderConfig
 from sakiyomi.targets.pytorch import TorchTarget
 from sakiyomi.text import Message, Tokenizer
+from sakiyomi.verification import method
 
 Prompt = str | Sequence[int] | Sequence[Message]
 DTYPES = ("auto", "bf16", "fp32")
@@ -50,11 +51,12 @@ class Generation:
 class Speculation:
     """Drafters and the policy that says how far to read ahead, with all that they have learned.
 
-    Without drafters it is plain decoding.
+    Without drafters it is plain decoding. ``verification``: which draft tokens stand.
     """
 
     drafters: tuple[Drafter, ...] = ()
     policy: Policy | None = None
+    verification: Verification = "coupled"
 
 
 def load(
@@ -65,6 +67,7 @@ def load(
     kernels: str = "auto",
     drafter: str | Drafter | None = drafters.AUTO,
     num_speculative_tokens: int | None = None,
+    verification: Verification = "coupled",
     draft_model: str | os.PathLike[str] | None = None,
     context_length: int | None = None,
     progress: bool = True,
@@ -76,10 +79,11 @@ def load(
     compiled core (see ``sakiyomi.core.available()``) or "torch"; "auto" is the fastest, or what SAKIYOMI_KERNELS says.
     ``drafter``: a name, or several joined with +; "auto" is the suffix drafter, and the draft model where one is given.
     ``num_speculative_tokens``: tokens to draft in a round; None drafts as many as pay, for which the costs of the
-    model are measured once, in about a second. ``draft_model``: a smaller model to draft with, named as ``model`` is;
-    its tokenizer may be another, and its weights are int8 where the core runs. ``context_length`` lowers the model's
-    own. ``progress`` shows a bar on standard error while something is fetched or converted. Warns where the compiled
-    core isn't there, and of a draft model that is too slow to pay. Raises ModelError or OptionError.
+    model are measured once, in about a second. ``verification``: see :class:`LLM`. ``draft_model``: a smaller model to
+    draft with, named as ``model`` is; its tokenizer may be another, and its weights are int8 where the core runs.
+    ``context_length`` lowers the model's own. ``progress`` shows a bar on standard error while something is fetched or
+    converted. Warns where the compiled core isn't there, and of a draft model that is too slow to pay. Raises
+    ModelError or OptionError.
     """
     if dtype not in DTYPES:
         raise OptionError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
@@ -88,6 +92,7 @@ def load(
     if isinstance(drafter, str):
         drafters.parse(drafter, draft_model=draft_model is not None)
     _draft_length(num_speculative_tokens)
+    method(verification)
     if kernels == "auto" and not core.available() and os.environ.get("SAKIYOMI_KERNELS") != "torch":
         warnings.warn(
             "the compiled core isn't there, so that torch's kernels run, which are slower; "
@@ -108,6 +113,7 @@ def load(
         loaded.tokenizer,
         drafter=drafter,
         num_speculative_tokens=num_speculative_tokens,
+        verification=verification,
         draft_model=drafting,
         costs=loaded.costs,
     )
@@ -183,7 +189,10 @@ class LLM:
     """A target that answers prompts, reading ahead with drafters.
 
     ``drafter`` and ``num_speculative_tokens`` are defaults that each call may override. They change speed only:
-    the tokens are those of plain decoding (see ``exactness``). ``draft_model``: the drafter that goes by "model".
+    the tokens are those of plain decoding (see ``exactness``). ``verification`` is another: "coupled" keeps that
+    promise; with "rejection" or "block" tokens that a draft model sampled are other ones than those of plain decoding,
+    of the same distribution, and a few more of them stand. Greedy, and with drafters that don't sample, all three are
+    the same. ``draft_model``: the drafter that goes by "model".
     ``costs``: returns those of the target, and is called when they are first needed; by default they are measured then.
     What drafters remember, and what was learned about when they pay, stays from call to call. Not to be called from
     several threads at once. Raises OptionError.
@@ -196,6 +205,7 @@ class LLM:
         *,
         drafter: str | Drafter | None = drafters.AUTO,
         num_speculative_tokens: int | None = None,
+        verification: Verification = "coupled",
         draft_model: Drafter | None = None,
         costs: Callable[[], ModelCosts] | None = None,
     ) -> None:
@@ -208,6 +218,7 @@ class LLM:
         self._kept: dict[str, Drafter] = {} if draft_model is None else {drafters.MODEL: draft_model}
         self.drafter = drafter
         self.num_speculative_tokens = _draft_length(num_speculative_tokens)
+        self.verification = method(verification)
         self._chosen(drafter)
 
     def costs(self) -> ModelCosts:
@@ -238,19 +249,20 @@ class LLM:
         self,
         drafter: str | Drafter | None = _DEFAULT,
         num_speculative_tokens: int | Literal["default"] | None = _DEFAULT,
+        verification: Verification | Literal["default"] = _DEFAULT,
     ) -> Speculation:
         """Return a setting to give to calls in place of the LLM's own: it has learned nothing yet, and learns apart.
 
         The draft model is the same, and so is a drafter that is given as an object. Raises OptionError.
         """
-        k = self._length(num_speculative_tokens)
+        k, way = self._length(num_speculative_tokens), self._verification(verification)
         shared = {name: each for name, each in self._kept.items() if name == drafters.MODEL}
         found = self._chosen(drafter, shared)
         if k == 0 or not found:
             return Speculation()
         if k is None:
-            return Speculation(found, AdaptivePolicy(ModelCosts(self.costs().table)))
-        return Speculation(found, FixedPolicy(k))
+            return Speculation(found, AdaptivePolicy(ModelCosts(self.costs().table)), way)
+        return Speculation(found, FixedPolicy(k), way)
 
     def stream(
         self,
@@ -259,14 +271,15 @@ class LLM:
         *,
         drafter: str | Drafter | None = _DEFAULT,
         num_speculative_tokens: int | Literal["default"] | None = _DEFAULT,
+        verification: Verification | Literal["default"] = _DEFAULT,
         speculation: Speculation | None = None,
     ) -> Iterator[Chunk]:
         """Yield the answer round by round. Closing the iterator cancels it.
 
-        ``speculation``: a setting of :meth:`speculation`, in place of ``drafter`` and ``num_speculative_tokens``.
+        ``speculation``: a setting of :meth:`speculation`, in place of the other options.
         Raises PromptError or OptionError at once where the request can't be run.
         """
-        setting = speculation or self._setting(drafter, num_speculative_tokens)
+        setting = speculation or self._setting(drafter, num_speculative_tokens, verification)
         return self._run(self.encode(prompt), params, setting)
 
     def generate(
@@ -276,10 +289,11 @@ class LLM:
         *,
         drafter: str | Drafter | None = _DEFAULT,
         num_speculative_tokens: int | Literal["default"] | None = _DEFAULT,
+        verification: Verification | Literal["default"] = _DEFAULT,
         speculation: Speculation | None = None,
     ) -> Generation:
         """Return the whole answer with its statistics. Options are those of :meth:`stream`, and so are errors."""
-        setting = speculation or self._setting(drafter, num_speculative_tokens)
+        setting = speculation or self._setting(drafter, num_speculative_tokens, verification)
         began = time.perf_counter()
         ids = self.encode(prompt)
         chunks: list[Chunk] = []
@@ -299,26 +313,35 @@ class LLM:
         )
 
     def _run(self, ids: list[int], params: SamplingParams | None, setting: Speculation) -> Iterator[Chunk]:
-        return self.engine.run(self.engine.request(ids, params or SamplingParams(), setting.drafters, setting.policy))
+        request = self.engine.request(
+            ids, params or SamplingParams(), setting.drafters, setting.policy, setting.verification
+        )
+        return self.engine.run(request)
 
     def _setting(
-        self, drafter: str | Drafter | None, num_speculative_tokens: int | Literal["default"] | None
+        self,
+        drafter: str | Drafter | None,
+        num_speculative_tokens: int | Literal["default"] | None,
+        verification: Verification | Literal["default"],
     ) -> Speculation:
         """Return the drafters that this LLM keeps, with its policy."""
-        k = self._length(num_speculative_tokens)
+        k, way = self._length(num_speculative_tokens), self._verification(verification)
         found = self._chosen(drafter, self._kept)
         if k == 0 or not found:
             return Speculation()
         if k is not None:
-            return Speculation(found, FixedPolicy(k))
+            return Speculation(found, FixedPolicy(k), way)
         if self._policy is None:
             self._policy = AdaptivePolicy(self.costs())
-        return Speculation(found, self._policy)
+        return Speculation(found, self._policy, way)
 
     def _length(self, num_speculative_tokens: int | Literal["default"] | None) -> int | None:
         if isinstance(num_speculative_tokens, str) and num_speculative_tokens == _DEFAULT:
             return self.num_speculative_tokens
         return _draft_length(num_speculative_tokens)
+
+    def _verification(self, verification: Verification | Literal["default"]) -> Verification:
+        return self.verification if verification == _DEFAULT else method(verification)
 
     def _chosen(self, drafter: str | Drafter | None, kept: dict[str, Drafter] | None = None) -> tuple[Drafter, ...]:
         """Return the drafters of an option; those that it names come from ``kept``, or are made and kept there.

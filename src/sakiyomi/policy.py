@@ -65,8 +65,8 @@ class Policy(Protocol):
 class FixedPolicy:
     """Always drafts ``num_speculative_tokens`` where there is a guess.
 
-    Of several drafters without a model the one that is surest of itself drafts; one with a model where they have no
-    guess. Of a draft with branches, the first path is taken. Raises OptionError below 1.
+    Of several drafters without a model the one that is surest of itself drafts; one with a model, or one that samples,
+    where they have no guess. Of a draft with branches, the first path is taken. Raises OptionError below 1.
     """
 
     def __init__(self, num_speculative_tokens: int) -> None:
@@ -91,10 +91,12 @@ class FixedSession:
         if count < 1:
             return Draft()
         best, most = Draft(), 0.0
-        for source in sorted(self._sources, key=lambda each: each.costs is not None):
-            if source.costs is not None and best:
+        for source in sorted(self._sources, key=lambda each: (each.sampled, each.costs is not None)):
+            if best and (source.sampled or source.costs is not None):
                 break
             draft = first_path(source.propose(count))
+            if draft and source.sampled:
+                return draft
             if (total := sum(_survivals(draft, draft.confidences))) > most:
                 best, most = draft, total
         return best
@@ -244,7 +246,7 @@ class AdaptiveSession:
             member.stake_s = min(stake_s, member.ledger.left(prices.token_s))
             if not member.source.alive or member.stake_s <= 0:
                 continue
-            if member.source.costs or prices.rate * (member.experience.call_s or 0.0) > _CHEAP:
+            if member.source.sampled or member.source.costs or prices.rate * (member.experience.call_s or 0.0) > _CHEAP:
                 costly.append(member)
                 continue
             draft = member.propose(limit)
@@ -256,13 +258,18 @@ class AdaptiveSession:
         for member in costly if self._rounds > 1 else ():  # the first token shouldn't wait for a model to read
             times = _DraftTimes.of(member, context)
             if _outlook(member, times, prices, limit, left) > best.value:
-                plan = _plan(_ask_costly(member, limit, times, prices, context), member, prices)
+                draft = _ask_costly(member, limit, times, prices, context)
+                if draft.distributions is not None:
+                    return draft  # a sample: whether to check it, and how much of it, was decided as it was drawn
+                plan = _plan(draft, member, prices)
                 if plan.value > best.value:
                     best = plan
             elif not best.draft and _outlook(member, times, prices, limit, left, surely=True) > 0:
                 cost_s = times.first + times.once / 4 + prices.seconds[1]  # what is read once is read
                 if cost_s <= member.stake_s and member.may_probe(cost_s):
                     probe = _ask_costly(member, 1, times, prices, context) or probe
+                    if probe.distributions is not None:
+                        return probe
         return best.draft or probe
 
     def observe(self, checked: Checked) -> None:
@@ -418,7 +425,8 @@ def _ask_costly(member: _Member, budget: int, times: _DraftTimes, prices: _Price
     if not draft:  # time spent on nothing
         member.learn(_NO_GUESS, 1, False, False)
         member.tested(False, False)
-    factor = member.source.seconds / (times.once + times.first + max(0, stop.count - 1) * times.next)
+    foreseen = times.once + times.first + max(0, stop.count - 1) * times.next
+    factor = member.source.seconds / foreseen if foreseen else 1.0
     member.draft_s -= factor * times.once
     member.reading_s += factor * times.once
     if member.source.costs and stop.count:

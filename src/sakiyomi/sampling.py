@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sakiyomi.distribution import Distribution
 from sakiyomi.errors import OptionError
 
 Row = npt.NDArray[np.float32]  # the logits of one position: [vocab_size]
@@ -31,7 +32,9 @@ class SamplingParams:
 
     The order is: penalties, ``logit_bias``, ``min_new_tokens``, ``processors``, then temperature, ``top_k``, ``top_p``,
     ``min_p``. ``temperature=0`` is greedy. ``processors`` are called as ``f(ids, logits) -> logits`` with the ids so
-    far (prompt included) and a float32 [vocab_size] tensor, and are called once for each token of the output.
+    far (prompt included) and a float32 [vocab_size] tensor, and are called once for each token of the output; where
+    verification is ``"rejection"`` or ``"block"``, also for tokens that may not become output, so that what they return
+    must depend on nothing but their arguments.
     ``min_new_tokens`` holds back ids that end the output, not stop strings. The text ends before a stop string, but
     includes the token of ``stop_token_ids`` that ended it. Raises OptionError for values that can't work.
     """
@@ -109,6 +112,26 @@ def _mix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
+DRAFT, ACCEPT, DRAW = 1, 2, 3  # what is left to chance in a round, besides the target's own noise
+
+
+def draft_seed(seed: int, position: int) -> int:
+    """Return the seed of a draft of its own noise, for a round that begins at a position."""
+    return derived_seed(seed, position, DRAFT)
+
+
+def derived_seed(seed: int, *keys: int) -> int:
+    """Return a seed of 64 bits for a stream of its own, a pure function of a seed and whole numbers >= 0."""
+    for key in keys:
+        seed = _mix64(_mix64(seed) ^ key)
+    return seed
+
+
+def uniform(seed: int) -> float:
+    """Return a number in 0 <= x < 1, of 53 bits, that is a pure function of the seed."""
+    return (_mix64(seed) >> 11) * 2.0**-53
+
+
 def gumbel_noise(seed: int, position: int, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
     """Return standard Gumbel noise for tokens at a position: a pure function of (seed, position, token).
 
@@ -179,12 +202,12 @@ def _nucleus_threshold(z: Row, threshold: float, top_p: float) -> float:
 class Chooser:
     """The target's own choice of token after token for one sequence, given its logits.
 
-    The state is what the choices so far say about the next: the ids, and counts of them where penalties need them.
+    The state is what the tokens so far say about the next: the ids, and counts of them where penalties need them.
     ``prompt``: ids before the first choice. ``eos_ids``: what ``min_new_tokens`` holds back besides the stop ids.
     """
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], vocab_size: int, eos_ids: Iterable[int]) -> None:
-        self._params = params
+        self.params = params
         self._ids = list(prompt)
         self._prompt_length = len(prompt)
         self._vocab_size = vocab_size
@@ -199,9 +222,9 @@ class Chooser:
             params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         )
         if self._penalised:
-            self._seen = np.zeros(vocab_size, dtype=bool)
-            self._seen[self._ids] = True
-            self._counts = np.zeros(vocab_size, dtype=np.float32)
+            self._prompt_has = np.zeros(vocab_size, dtype=bool)
+            self._prompt_has[self._ids] = True
+            self._counts = np.zeros(vocab_size, dtype=np.float32)  # of the output
         self.greedy = (
             params.temperature == 0
             and not self._penalised
@@ -210,40 +233,61 @@ class Chooser:
             and params.min_new_tokens == 0
         )
 
+    @property
+    def position(self) -> int:
+        """The number of tokens before the next choice."""
+        return len(self._ids)
+
     def choose(self, logits: Row) -> int:
-        """Return the token that follows, for float32 [vocab_size] logits, and take it as chosen.
+        """Return the token that follows, for float32 [vocab_size] logits, and take it.
 
         Raises OptionError when no token is possible, or processors return what can't be logits.
         """
-        params = self._params
-        logits = self._processed(logits)
-        check_chosen(logits.max())
+        params = self.params
+        logits = self.processed(logits)
         if params.temperature == 0:
             token = int(logits.argmax())
         else:
             ids, z = candidates(logits, params)
-            index = draw(z, ids, params.seed, len(self._ids))
+            index = draw(z, ids, params.seed, self.position)
             token = index if ids is None else int(ids[index])
         self.take(token)
         return token
 
+    def distribution(self, logits: Row) -> Distribution:
+        """Return the distribution of the token that follows, for float32 [vocab_size] logits; not where greedy.
+
+        Raises OptionError as :meth:`choose` does.
+        """
+        ids, z = candidates(self.processed(logits), self.params)
+        return Distribution(ids, np.exp(z))
+
     def take(self, token: int) -> None:
-        """Take note of a token that was chosen."""
+        """Go on to the position after a token."""
         self._ids.append(token)
         if self._penalised:
-            self._seen[token] = True
             self._counts[token] += 1
 
-    def _processed(self, logits: Row) -> Row:
-        params = self._params
+    def forget(self, count: int) -> None:
+        """Go back by so many tokens that were taken."""
+        if count < 1:
+            return
+        assert count <= len(self._ids) - self._prompt_length
+        if self._penalised:
+            for token in self._ids[-count:]:
+                self._counts[token] -= 1
+        del self._ids[-count:]
+
+    def processed(self, logits: Row) -> Row:
+        """Return the logits after penalties, biases and processors. Raises OptionError where no token is possible."""
+        params = self.params
         generated = len(self._ids) - self._prompt_length
-        if self.greedy:
-            return logits
         if self._penalised or self._bias_ids.size or generated < params.min_new_tokens or params.processors:
             logits = logits.copy()  # the target's own are left alone
         if self._penalised:
-            seen = logits[self._seen]
-            logits[self._seen] = np.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+            met = self._prompt_has | (self._counts > 0)
+            seen = logits[met]
+            logits[met] = np.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
             logits -= self._counts * np.float32(params.frequency_penalty)
             logits -= (self._counts > 0) * np.float32(params.presence_penalty)
         if self._bias_ids.size:
@@ -254,6 +298,7 @@ class Chooser:
             logits = processor(self._ids, torch.from_numpy(logits)).float().numpy()
             if logits.shape != (self._vocab_size,):
                 raise OptionError(f"processors: one returned {logits.shape}, must be ({self._vocab_size},)")
+        check_chosen(logits.max())
         return logits
 
 

@@ -5,11 +5,13 @@ What a metric can't say (nothing was drafted, no token came after the first chun
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 
+from sakiyomi.errors import OptionError
 from sakiyomi.interfaces import RoundRecord
 
 
@@ -92,8 +94,8 @@ class Stats:
         return ratio(self.accepted, self.drafted)
 
     @property
-    def per_position_acceptance(self) -> tuple[float, ...]:
-        """Accepted at i / reached i, for i = 1, 2, ... up to the deepest position that was ever reached.
+    def _positions(self) -> tuple[Counter[int], Counter[int]]:
+        """For each position 1, 2, ...: how many rounds reached it, and in how many a draft token stood there.
 
         A round reaches i if its longest drafted path has i tokens or more and the i - 1 before were accepted.
         """
@@ -104,7 +106,23 @@ class Stats:
             tested = record.emitted if record.emitted <= record.accepted else record.accepted + 1
             reached.update(range(1, min(record.depth, tested) + 1))
             accepted.update(range(1, min(record.accepted, tested) + 1))
+        return reached, accepted
+
+    @property
+    def per_position_acceptance(self) -> tuple[float, ...]:
+        """Accepted at i / reached i, for i = 1, 2, ... up to the deepest position that was ever reached."""
+        reached, accepted = self._positions
         return tuple(accepted[i] / reached[i] for i in sorted(reached))
+
+    @property
+    def alpha(self) -> float | None:
+        """Accepted at any position / reached: how likely a draft token stands whose predecessors stood.
+
+        It is the alpha of ``Expected``: unlike the acceptance rate, it leaves out the tokens after a rejection. A
+        position of a tree counts once, as accepted if any branch stood.
+        """
+        reached, accepted = self._positions
+        return ratio(sum(accepted.values()), sum(reached.values()))
 
     @property
     def tokens_per_target_call(self) -> float | None:
@@ -212,6 +230,7 @@ class Stats:
             "accepted": self.accepted,
             "acceptance_rate": self.acceptance_rate,
             "per_position_acceptance": list(self.per_position_acceptance),
+            "alpha": self.alpha,
             "tokens_per_target_call": self.tokens_per_target_call,
             "mean_drafted": self.mean_drafted,
             "mean_draft_length": self.mean_draft_length,
@@ -233,6 +252,80 @@ class Stats:
 def speedup(plain: Stats, speculative: Stats) -> float | None:
     """Plain TPOT / speculative TPOT: above 1 is faster; None where either is unknown."""
     return ratio(plain.tpot_s, speculative.tpot_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The speed to expect of rounds that each draft a chain of ``num_speculative_tokens`` (k).
+
+    Every draft token stands with probability ``alpha`` if those before it stood, whatever the position and the text.
+    Seconds: ``plain_s`` of a target call over one row, T(1); ``draft_s`` of the drafter for all k tokens, T_draft(k);
+    ``target_s`` of a target call over k + 1 rows, T(k + 1); ``overhead_s`` of the rest of a round, verification among
+    it. What isn't known is None, and so is what needs it.
+
+    Raises OptionError unless alpha is from 0 to 1, k at least 0, ``plain_s`` and ``target_s`` above 0, ``draft_s`` and
+    ``overhead_s`` at least 0, all finite.
+    """
+
+    alpha: float
+    num_speculative_tokens: int
+    _: KW_ONLY
+    plain_s: float | None = None
+    draft_s: float | None = None
+    target_s: float | None = None
+    overhead_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, want: str) -> None:
+            if not ok:
+                raise OptionError(f"{name}={getattr(self, name)!r}: must be {want}")
+
+        check(0 <= self.alpha <= 1, "alpha", "from 0 to 1")
+        check(self.num_speculative_tokens >= 0, "num_speculative_tokens", "at least 0")
+        check(self.plain_s is None or 0 < self.plain_s < math.inf, "plain_s", "above 0 and finite")
+        check(self.draft_s is None or 0 <= self.draft_s < math.inf, "draft_s", "at least 0 and finite")
+        check(self.target_s is None or 0 < self.target_s < math.inf, "target_s", "above 0 and finite")
+        check(0 <= self.overhead_s < math.inf, "overhead_s", "at least 0 and finite")
+
+    @property
+    def tokens_per_target_call(self) -> float:
+        """(1 - alpha^(k + 1)) / (1 - alpha), k + 1 where alpha is 1: Leviathan et al. (2211.17192), equation 1."""
+        # The sum that the quotient stands for: nothing cancels near alpha = 1.
+        return math.fsum(self.alpha**i for i in range(self.num_speculative_tokens + 1))
+
+    @property
+    def improvement(self) -> float | None:
+        """Tokens per target call / (k c + 1), c being ``draft_s`` / k / ``plain_s``: Leviathan et al., theorem 3.8.
+
+        The theorem takes a target call over k + 1 rows to cost as much as one over a single row, and the rest of a
+        round nothing. Without draft tokens, 1: plain decoding.
+        """
+        if not self.num_speculative_tokens:
+            return 1.0
+        if self.plain_s is None or self.draft_s is None:
+            return None
+        return self.tokens_per_target_call / (self.draft_s / self.plain_s + 1)
+
+    @property
+    def speedup(self) -> float | None:
+        """Tokens per target call * T(1) / (T_draft(k) + T(k + 1) + overhead): the seconds of plain tokens / a round's.
+
+        Without draft tokens, 1: plain decoding.
+        """
+        if not self.num_speculative_tokens:
+            return 1.0
+        if self.plain_s is None or self.draft_s is None or self.target_s is None:
+            return None
+        return self.tokens_per_target_call * self.plain_s / (self.draft_s + self.target_s + self.overhead_s)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return what was given and what follows from it, ready for JSON; seconds where a name ends in ``_s``."""
+        return {
+            **asdict(self),
+            "tokens_per_target_call": self.tokens_per_target_call,
+            "improvement": self.improvement,
+            "speedup": self.speedup,
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ def markdown(result: BenchResult, facts: Facts | None = None, quality: Quality |
                 "" if each.case == PLAIN else _number(each.mean_draft_length, 1),
                 "" if each.case == PLAIN else _percent(each.rounds_without_draft),
                 _percent(each.overhead),
-                f"{each.identical}/{each.compared}",
+                f"{each.identical}/{each.compared}" if each.compared else "-",
             )
             lines.append("| " + " | ".join(_escape(cell) for cell in cells) + " |")
     notes = [_headline(result), *(note for _, note in _notes(result, facts, quality))]
@@ -168,7 +168,7 @@ def _row(summary: Summary) -> list[Text]:
         Text("" if plain else _number(summary.mean_drafted, 1)),
         Text("" if plain else _percent(summary.rounds_without_draft)),
         Text(
-            f"{summary.identical}/{summary.compared}",
+            f"{summary.identical}/{summary.compared}" if summary.compared else "-",
             style="bold red" if summary.identical < summary.compared else "",
         ),
     ]
@@ -208,6 +208,8 @@ def _notes(result: BenchResult, facts: Facts | None, quality: Quality | None) ->
             False,
             f"Same output: every candidate's tokens are identical to plain ({compared} of {compared}).",
         )
+    if any(not each.keeps_tokens(result.params) for each in result.candidates):
+        yield False, "Sampled with rejection or block, texts differ and have the same distribution: not compared."
     if result.summaries:
         yield (
             False,

@@ -11,6 +11,7 @@ from typing import Literal, Protocol, TypeVar
 
 from sakiyomi.bench.workload import Prompt
 from sakiyomi.errors import OptionError, PromptError
+from sakiyomi.interfaces import Verification
 from sakiyomi.sampling import SamplingParams
 from sakiyomi.stats import Spread, Stats, ratio, spread
 
@@ -40,7 +41,9 @@ Setting = TypeVar("Setting")
 class BenchLLM(Protocol[Setting]):
     """What the benchmark calls of an ``LLM``."""
 
-    def speculation(self, drafter: str, num_speculative_tokens: int | None, /) -> Setting | None:
+    def speculation(
+        self, drafter: str, num_speculative_tokens: int | None, verification: Verification, /
+    ) -> Setting | None:
         """Return a setting that has learned nothing; None is plain decoding."""
 
     def generate(
@@ -59,11 +62,12 @@ class BenchLLM(Protocol[Setting]):
 class Candidate:
     """What to measure: a drafter, or several joined with +, and the tokens to draft in a round; None: as many as pay.
 
-    Raises OptionError where they can't work.
+    ``verification``: which of them stand. Raises OptionError where they can't work.
     """
 
     drafter: str
     num_speculative_tokens: int | None = None
+    verification: Verification = "coupled"
 
     def __post_init__(self) -> None:
         if self.drafter in ("", "none", PLAIN):
@@ -78,7 +82,12 @@ class Candidate:
     def name(self) -> str:
         """The name in results, like ``ngram k=5`` or ``suffix+ngram adaptive``."""
         k = self.num_speculative_tokens
-        return f"{self.drafter} {'adaptive' if k is None else f'k={k}'}"
+        way = "" if self.verification == "coupled" else f" {self.verification}"
+        return f"{self.drafter} {'adaptive' if k is None else f'k={k}'}{way}"
+
+    def keeps_tokens(self, params: SamplingParams) -> bool:
+        """Return whether the tokens must be those of plain decoding; else it is their distribution that is."""
+        return self.verification == "coupled" or params.temperature == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +130,8 @@ class Summary:
     spread these over prompts, ``speedup`` spreads plain TPOT / TPOT over prompts, ``total_time_ratio`` is the
     sum of plain total times / the sum of total times, ``worst_total_time_ratio`` the lowest that this is of one
     prompt. For these ratios, above 1 is faster than plain.
-    ``identical`` of ``compared`` prompts gave the plain output in every repeat.
+    ``identical`` of ``compared`` prompts gave the plain output in every repeat; none is compared where the case keeps
+    only the distribution.
     """
 
     category: str | None
@@ -233,7 +243,8 @@ def run_benchmark(
     if len(skipped) == len(prompts):
         raise PromptError(f"no prompt can be answered; the first: {next(iter(skipped.values())).reason}")
 
-    differences = _differences(measurements)
+    comparable = {case for case, candidate in cases.items() if candidate is None or candidate.keeps_tokens(params)}
+    differences = _differences([each for each in measurements if each.case in comparable])
     return BenchResult(
         candidates=tuple(candidates),
         params=params,
@@ -241,7 +252,7 @@ def run_benchmark(
         seed=seed,
         partial=partial,
         measurements=tuple(measurements),
-        summaries=_summaries(measurements, list(cases), differences),
+        summaries=_summaries(measurements, list(cases), comparable, differences),
         differences=differences,
         skipped=tuple(skipped.values()),
     )
@@ -253,7 +264,9 @@ def _settings(llm: BenchLLM[Setting], cases: dict[str, Candidate | None]) -> dic
     for case, candidate in cases.items():
         settings[case] = None
         if candidate:
-            settings[case] = llm.speculation(candidate.drafter, candidate.num_speculative_tokens)
+            settings[case] = llm.speculation(
+                candidate.drafter, candidate.num_speculative_tokens, candidate.verification
+            )
             assert settings[case] is not None, "a candidate drafts"
     return settings
 
@@ -300,7 +313,7 @@ def _differences(measurements: Sequence[Measurement]) -> tuple[Difference, ...]:
 
 
 def _summaries(
-    measurements: Sequence[Measurement], cases: list[str], differences: Sequence[Difference]
+    measurements: Sequence[Measurement], cases: list[str], comparable: set[str], differences: Sequence[Difference]
 ) -> tuple[Summary, ...]:
     """Summarise every case by category, then over all prompts."""
     blocks: dict[tuple[str, int], list[Measurement]] = {}
@@ -315,7 +328,8 @@ def _summaries(
         times = {case: _times(rows, case) for case in cases}
         for case in cases:
             if rows:
-                summaries.append(_summary(category, case, rows, times[case], times[PLAIN], different))
+                summary = _summary(category, case, rows, times[case], times[PLAIN], different)
+                summaries.append(summary if case in comparable else replace(summary, identical=0, compared=0))
     return tuple(summaries)
 
 

@@ -3,7 +3,7 @@
 A session keeps the draft model's own keys and values in step with the sequence: what the target refused is rolled back,
 what it added is computed together with the next draft's first row. Tokens are drawn as the target draws its own, with
 the same parameters and the same noise, so that a draft model that agrees with the target proposes the very token that
-the target will choose (Gumbel coupling, 2408.07978).
+the target will choose (Gumbel coupling, 2408.07978). Where a sample is wanted, they are drawn with noise of their own.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from sakiyomi.distribution import Distribution, Ids
 from sakiyomi.errors import OptionError
 from sakiyomi.interfaces import Costs, Draft, GoOn, Target, Work, always
-from sakiyomi.sampling import Row, SamplingParams, candidates, draw
+from sakiyomi.sampling import Chooser, Row, SamplingParams, candidates, derived_seed, draft_seed, draw, uniform
 
-Ids = npt.NDArray[np.int64]
 ALTERNATIVE = 0.05  # an alternative less likely than this isn't worth a row of the target
 LEAST = 1e-6  # of confidences, which are above 0
 
@@ -112,13 +112,13 @@ class Reader:
 
 
 def likely(
-    logits: Row, names: Ids | None, params: SamplingParams, position: int, count: int = 1
+    logits: Row, names: Ids | None, params: SamplingParams, seed: int, position: int, count: int = 1
 ) -> list[tuple[int, float]]:
     """Return up to ``count`` (index, probability) of what ``params`` would choose from ``logits``, the choice first.
 
-    ``logits``: float32, of the tokens ``names`` (None: of 0, 1, 2, ...), which key the noise of ``position``. The
-    runners-up follow, if they are at least ALTERNATIVE. The probabilities are those after temperature, top_k, top_p and
-    min_p, at most 1 and above 0. Nothing for logits that aren't numbers.
+    ``logits``: float32, of the tokens ``names`` (None: of 0, 1, 2, ...), which key the noise of ``seed`` and
+    ``position``. The runners-up follow, if they are at least ALTERNATIVE. The probabilities are those after
+    temperature, top_k, top_p and min_p, at most 1 and above 0. Nothing for logits that aren't numbers.
     """
     if not np.isfinite(logits.max()):
         return []
@@ -131,7 +131,7 @@ def likely(
     left = 1.0
     while True:
         # Two passes of argmax are many times faster than a partition; a runner-up is rarely likely enough for one.
-        index = int(z.argmax()) if greedy else draw(z, names, params.seed, position)
+        index = int(z.argmax()) if greedy else draw(z, names, seed, position)
         probability = math.exp(float(z[index]) - total)
         if found and probability < ALTERNATIVE:
             return found
@@ -143,14 +143,23 @@ def likely(
         z[index] = -np.inf
 
 
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A token that may stand at a position, and what it was drawn from, if it is a sample."""
+
+    token: int
+    confidence: float
+    distribution: Distribution | None = None
+
+
 class ModelDrafter(DraftModel):
     """Drafts with a model that has the target's tokenizer.
 
     ``vocab_size``: the target's. Vocabularies may differ by padding: what only the draft model has is never drafted;
     what only the target has (no text holds it) the draft model reads as id 0. Nothing is drafted after ``eos_ids`` and
     a request's ``stop_token_ids``. ``branches``: how many tokens to propose at a position at most; all but the first
-    are leaves, and proposed only where they are likely enough. Penalties, ``logit_bias``, ``min_new_tokens`` and
-    processors of a request are not looked at: where they change the target's choice, the draft is refused.
+    are leaves, and proposed only where they are likely enough. Drafts are drawn after all that the target's logits go
+    through too, each on its own prefix, save that a request's processors are called for samples only.
     Raises OptionError unless branches >= 1.
     """
 
@@ -171,22 +180,22 @@ class ModelDrafter(DraftModel):
         self.vocab_size = vocab_size
         self.branches = branches
 
-    def session(self, prompt: Sequence[int], params: SamplingParams) -> ModelSession:
+    def session(self, prompt: Sequence[int], params: SamplingParams, sampled: bool = False) -> ModelSession:
         """Begin a sequence with these token ids."""
-        session = ModelSession(self, params)
-        session.observe(prompt)
-        return session
+        return ModelSession(self, prompt, params, sampled)
 
 
 class ModelSession:
     """A draft model beside one sequence."""
 
-    def __init__(self, drafter: ModelDrafter, params: SamplingParams) -> None:
-        self._drafter, self._params = drafter, params
+    def __init__(self, drafter: ModelDrafter, prompt: Sequence[int], params: SamplingParams, sampled: bool) -> None:
+        self._drafter = drafter
+        self.sampled = sampled and params.temperature > 0
         self._reader = Reader(drafter)
         self._ends = drafter.ends(params)
-        self._ids: list[int] = []  # the sequence, as the draft model reads it
-        self._length = 0  # of the sequence, in the target's tokens
+        own = params if self.sampled else replace(params, processors=())
+        self._chooser = Chooser(own, prompt, drafter.vocab_size, self._ends)
+        self._ids = list(prompt)  # the sequence, as the draft model reads it
 
     @property
     def unread(self) -> int:
@@ -195,8 +204,9 @@ class ModelSession:
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Take note of tokens that the sequence gained. They are computed when the next draft begins."""
+        for token in tokens:
+            self._chooser.take(token)
         self._ids.extend(tokens)
-        self._length += len(tokens)
 
     def propose(self, budget: int, go_on: GoOn = always) -> Draft:
         """Return what the draft model would write, at most ``budget`` tokens in a row, with alternatives as leaves.
@@ -204,26 +214,72 @@ class ModelSession:
         ``go_on`` is asked after each token of the main path. An error of the model is raised and leaves the session
         as it was.
         """
-        tokens: list[int] = []
+        start = self._chooser.position
+        try:
+            return self._propose(budget, go_on, start)
+        finally:
+            self._chooser.forget(self._chooser.position - start)
+
+    def _propose(self, budget: int, go_on: GoOn, start: int) -> Draft:
+        found: list[_Choice] = []
         parents: list[int] = []
-        confidences: list[float] = []
         main = following = -1  # where the main path ends: its index in the draft, its id in the draft model
         for depth in range(min(budget, self._reader.room(self._ids))):
             logits = self._reader.append(following) if depth else self._reader.read(self._ids)
-            choices = self._choices(logits, self._length + depth)
+            choices = self._choices(logits, start, len(found)) if np.isfinite(logits.max()) else []
             if not choices:
                 break
-            parent, main, following = main, len(tokens), choices[0][1]
-            for token, _, confidence in choices:
-                tokens.append(token)
-                parents.append(parent)
-                confidences.append(confidence)
-            if not go_on(choices[0][2]) or tokens[main] in self._ends:
+            parents.extend([main] * len(choices))
+            main = len(found)
+            found.extend(choices)
+            token = choices[0].token
+            following = self._in_draft(token)
+            self._chooser.take(token)
+            if not go_on(choices[0].confidence) or token in self._ends:
                 break
-        chain = parents == list(range(-1, len(tokens) - 1))
-        return Draft(tuple(tokens), None if chain else tuple(parents), tuple(confidences), self._drafter.name)
+        chain = parents == list(range(-1, len(found) - 1))
+        return Draft(
+            tuple(each.token for each in found),
+            None if chain else tuple(parents),
+            tuple(each.confidence for each in found),
+            self._drafter.name,
+            tuple(each.distribution for each in found if each.distribution) if self.sampled else None,
+        )
 
-    def _choices(self, logits: Row, position: int) -> list[tuple[int, int, float]]:
-        """Return (the target's id, the draft model's id, confidence) of what may stand at a position."""
-        found = likely(logits[: self._drafter.vocab_size], None, self._params, position, self._drafter.branches)
-        return [(token, token, confidence) for token, confidence in found]
+    def _choices(self, logits: Row, start: int, node: int) -> list[_Choice]:
+        """Return what may stand next, in the round that began at ``start``, as draft tokens from ``node`` on."""
+        row, share = self._in_target(logits)
+        params, count = self._chooser.params, self._drafter.branches
+        if self.sampled:
+            return _sample(self._chooser.distribution(row), draft_seed(params.seed, start), node, count, share)
+        found = likely(self._chooser.processed(row), None, params, params.seed, self._chooser.position, count)
+        return [_Choice(token, max(share * confidence, LEAST)) for token, confidence in found]
+
+    def _in_target(self, logits: Row) -> tuple[Row, float]:
+        """Return the logits of the target's tokens, and the probability that the draft model gives to all of them."""
+        size = self._drafter.vocab_size
+        if logits.size < size:
+            logits = np.concatenate([logits, np.full(size - logits.size, -np.inf, np.float32)])
+        return logits[:size], 1.0
+
+    def _in_draft(self, token: int) -> int:
+        """Return the draft model's id of a drafted token."""
+        return token
+
+
+def _sample(distribution: Distribution, seed: int, node: int, count: int, share: float) -> list[_Choice]:
+    """Return up to ``count`` tokens drawn without replacement (Sequoia, 2402.12374), with what each was drawn from.
+
+    Whether another one is drawn depends on those before it, never on itself.
+    """
+    choices: list[_Choice] = []
+    whole = distribution.total
+    while True:
+        token = distribution.draw(uniform(derived_seed(seed, node + len(choices))))
+        confidence = share * distribution.probability(token) * distribution.total / whole
+        choices.append(_Choice(token, min(1.0, max(confidence, LEAST)), distribution))
+        if len(choices) == count:
+            return choices
+        distribution = distribution.without(token)
+        if distribution.weights.max() < ALTERNATIVE * whole:
+            return choices

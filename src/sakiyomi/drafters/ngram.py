@@ -28,7 +28,7 @@ class NgramDrafter:
         self._reference = NgramIndex(self._sizes)
         self._reference.extend(reference)
 
-    def session(self, prompt: Sequence[int], params: SamplingParams) -> NgramSession:
+    def session(self, prompt: Sequence[int], params: SamplingParams, sampled: bool = False) -> NgramSession:
         """Begin a sequence with these token ids."""
         own = NgramIndex(self._sizes)
         own.extend(prompt)
@@ -39,6 +39,7 @@ class NgramSession:
     """The lookup state of one sequence."""
 
     unread = 0
+    sampled = False
 
     def __init__(self, name: str, own: NgramIndex, reference: NgramIndex) -> None:
         self._name, self._own, self._reference = name, own, reference

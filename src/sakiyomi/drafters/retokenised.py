@@ -14,10 +14,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from sakiyomi.drafters.model import LEAST, DraftModel, Ids, ModelDrafter, ModelSession, Reader, likely
+from sakiyomi.distribution import Ids
+from sakiyomi.drafters.model import LEAST, DraftModel, ModelDrafter, ModelSession, Reader, likely
 from sakiyomi.errors import OptionError
 from sakiyomi.interfaces import Costs, Draft, GoOn, Target, always
-from sakiyomi.sampling import Row, SamplingParams
+from sakiyomi.sampling import Row, SamplingParams, draft_seed
 from sakiyomi.text import Tokenizer
 
 _CUT_SHORT = 0.8  # how often (measured) a last token stands that text which isn't drafted yet might make longer
@@ -177,42 +178,41 @@ class CommonDrafter(ModelDrafter):
             raise OptionError(
                 "draft_model: way='common' can't work: the tokenizers have no tokens in common; 'text' may"
             )
-        self.draft_id = dict(zip(self.in_target.tolist(), self.in_draft.tolist(), strict=True))
+        self.draft_id: dict[int, int] = dict(zip(self.in_target.tolist(), self.in_draft.tolist(), strict=True))
 
-    def session(self, prompt: Sequence[int], params: SamplingParams) -> CommonSession:
+    def session(self, prompt: Sequence[int], params: SamplingParams, sampled: bool = False) -> CommonSession:
         """Begin a sequence with these token ids of the target."""
-        return CommonSession(self, prompt, params)
+        return CommonSession(self, prompt, params, sampled)
 
 
 class CommonSession(ModelSession):
     """A draft model with another tokenizer beside one sequence, drafting in common tokens."""
 
-    def __init__(self, drafter: CommonDrafter, prompt: Sequence[int], params: SamplingParams) -> None:
-        super().__init__(drafter, params)
+    def __init__(self, drafter: CommonDrafter, prompt: Sequence[int], params: SamplingParams, sampled: bool) -> None:
+        super().__init__(drafter, prompt, params, sampled)
         self._common = drafter
         self._retold = Retold(drafter.target_tokenizer, drafter.tokenizer, prompt)
-        self._took(len(prompt))
+        self._retell()
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Take note of tokens that the sequence gained."""
+        super().observe(tokens)
         self._retold.push(tokens)
-        self._took(len(tokens))
+        self._retell()
 
-    def _took(self, count: int) -> None:
-        self._length += count
+    def _retell(self) -> None:
         pending = [self._common.draft_id.get(token) for token in self._retold.pending]
         self._ids = [*self._retold.ids, *(id for id in pending if id is not None)]
 
-    def _choices(self, logits: Row, position: int) -> list[tuple[int, int, float]]:
+    def _in_target(self, logits: Row) -> tuple[Row, float]:
         drafter = self._common
-        ours = logits[drafter.in_draft]
-        found = likely(ours, drafter.in_target, self._params, position, drafter.branches)
-        all_of_it, common = (torch.from_numpy(z).logsumexp(0).item() for z in (logits, ours))
-        share = min(1.0, math.exp(common - all_of_it)) if found else 0.0
-        return [
-            (int(drafter.in_target[i]), int(drafter.in_draft[i]), max(share * confidence, LEAST))
-            for i, confidence in found
-        ]
+        row = np.full(drafter.vocab_size, -np.inf, np.float32)
+        row[drafter.in_target] = common = logits[drafter.in_draft]
+        all_of_it, of_common = (torch.from_numpy(z).logsumexp(0).item() for z in (logits, common))
+        return row, min(1.0, math.exp(of_common - all_of_it)) if np.isfinite(of_common) else 0.0
+
+    def _in_draft(self, token: int) -> int:
+        return self._common.draft_id[token]
 
 
 class TextDrafter(DraftModel):
@@ -244,16 +244,21 @@ class TextDrafter(DraftModel):
         self.foreign = frozenset(special.difference(theirs.tolist()))
         """Ids of the draft model that end a draft: markup that is nothing but letters to the target."""
 
-    def session(self, prompt: Sequence[int], params: SamplingParams) -> TextSession:
+    def session(self, prompt: Sequence[int], params: SamplingParams, sampled: bool = False) -> TextSession:
         """Begin a sequence with these token ids of the target."""
-        return TextSession(self, prompt, params)
+        return TextSession(self, prompt, params, sampled)
 
 
 class TextSession:
-    """A draft model with another tokenizer beside one sequence, drafting text."""
+    """A draft model with another tokenizer beside one sequence, drafting text.
 
-    def __init__(self, drafter: TextDrafter, prompt: Sequence[int], params: SamplingParams) -> None:
-        self._drafter, self._params = drafter, params
+    Of text that was encoded again the distribution isn't known, so that its tokens are never samples.
+    """
+
+    sampled = False
+
+    def __init__(self, drafter: TextDrafter, prompt: Sequence[int], params: SamplingParams, own_noise: bool) -> None:
+        self._drafter, self._params, self._own_noise = drafter, params, own_noise
         self._reader = Reader(drafter)
         self._ends = drafter.ends(params)
         self._retold = Retold(drafter.target_tokenizer, drafter.tokenizer, prompt)
@@ -282,9 +287,12 @@ class TextSession:
         context: list[int] = []
         tokens: list[int] = []
         ended = False
+        seed = self._params.seed
+        if self._own_noise:
+            seed = draft_seed(seed, self._length)
         for step in range(min(2 * budget, reader.room(retold.ids))):
             logits = reader.append(drafted[-1]) if step else reader.read(retold.ids)
-            choice = likely(logits, self._drafter.names, self._params, self._length + len(tokens))
+            choice = likely(logits, self._drafter.names, self._params, seed, self._length + len(tokens))
             if not choice:
                 break
             ((token, confidence),) = choice

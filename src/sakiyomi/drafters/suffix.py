@@ -70,7 +70,7 @@ class SuffixDrafter:
                 raise OptionError(f"reference: {error}") from None
             self._shared.end(text)
 
-    def session(self, prompt: Sequence[int], params: SamplingParams) -> SuffixSession:
+    def session(self, prompt: Sequence[int], params: SamplingParams, sampled: bool = False) -> SuffixSession:
         """Begin a sequence with these token ids. Raises ValueError for what is no token id."""
         return SuffixSession(self.name, self._depth, prompt, self._shared, self._drafting)
 
@@ -128,6 +128,7 @@ class SuffixSession:
     """The state of one sequence: its own trie, and its output's place in the shared one."""
 
     unread = 0
+    sampled = False
 
     def __init__(
         self, name: str, depth: int, prompt: Sequence[int], shared: SuffixTrie, drafting: dict[str, Any]
