@@ -406,7 +406,7 @@ def test_a_drafter_that_raises_is_left_out(engine, where):
     def fail(*anything):
         raise ZeroDivisionError("a mistake")
 
-    def session(prompt, params):
+    def session(prompt, params, sampled):
         made = make(prompt, params)
         if where != "session":
             calls_that_work = iter([True, True])
