@@ -451,16 +451,7 @@ def bench(
     )
     with _warnings_in_one_line(), _progress() as progress:
         result = run_benchmark(llm, prompts, candidates, params, repeats=repeats, seed=seed, progress=progress)
-    dtype_name = str(getattr(llm.target, "dtype", "unknown")).removeprefix("torch.")
-    facts = report.machine_facts(
-        model=model,
-        dtype=dtype_name,
-        weights=getattr(llm.target, "weight_format", dtype_name),
-        kernels=getattr(llm.target, "kernels", "torch"),
-        exactness=llm.exactness,
-    )
-    if draft_model:
-        facts["draft model"] = draft_model
+    facts = report.model_facts(llm, model, draft_model)
     if as_json:
         print(json.dumps(report.as_dict(result, facts, quality)))
     elif markdown:
@@ -471,6 +462,98 @@ def bench(
         sys.exit(130)
     if result.differences:
         sys.exit(1)
+
+
+@app.command(
+    epilog="Example: [bold]sakiyomi verify --workload prompts.jsonl --per-category 2[/bold]",
+)
+def verify(
+    model: Model = "smollm2-135m",
+    workload: Annotated[
+        Path | None,
+        typer.Option(help='JSON lines, each {"messages": [...]} or {"prompt": "..."}. Default: 24 built-in prompts.'),
+    ] = None,
+    category: Annotated[list[str] | None, typer.Option(help="Only this category. Can be repeated.")] = None,
+    per_category: Annotated[int | None, typer.Option(help="At most this many prompts of each category.")] = None,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--drafter",
+            "-d",
+            help=f"To audit: auto, {', '.join(DRAFTERS)}, model (--draft-model), or several joined with +. "
+            "Can be repeated. Default: auto.",
+        ),
+    ] = None,
+    num_speculative_tokens: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--num-speculative-tokens",
+            "-k",
+            metavar="NUMBER|auto",
+            help="Tokens to draft in a round; auto: as many as pay. Can be repeated. Default: 4 and auto.",
+        ),
+    ] = None,
+    draft_model: DraftModel = None,
+    max_new_tokens: MaxNewTokens = 64,
+    temperature: Annotated[
+        float, typer.Option("--temperature", "-t", help="Of the sampled outputs; greedy ones are always compared too.")
+    ] = 1.0,
+    top_k: TopK = None,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    seeds: Annotated[
+        int, typer.Option(help="Runs for each test of a distribution; more see smaller errors. 0: none.")
+    ] = 400,
+    dtype: Dtype = "auto",
+    weights: Weights = "auto",
+    kernels: Kernels = "auto",
+    context_length: ContextLength = None,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Audit speculation on your model, drafters and prompts: is the text what it would be without?
+
+    Compares outputs with plain decoding token by token, greedy and sampled; tests the distribution of what rejection
+    and block write, with many seeds; compares the bits of rows computed together and alone; and shows what each way to
+    verify accepts. Exit status 1 where anything is wrong.
+    """
+    from rich.console import Console
+
+    from sakiyomi import targets
+    from sakiyomi.audit import LEAST_RUNS, run_audit
+    from sakiyomi.audit.report import as_dict, render
+    from sakiyomi.bench import report
+    from sakiyomi.bench.runner import Candidate
+    from sakiyomi.bench.workload import builtin_workload, load_workload, select
+    from sakiyomi.errors import OptionError
+    from sakiyomi.sampling import SamplingParams
+    from sakiyomi.verification import METHODS
+
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+    )
+    if not temperature:
+        raise OptionError("--temperature 0: must be above 0; greedy outputs are always compared too")
+    if 0 != seeds < LEAST_RUNS:
+        raise OptionError(f"--seeds {seeds}: must be at least {LEAST_RUNS}, or 0 (no test of distributions)")
+    prompts = select(load_workload(workload) if workload else builtin_workload(), category, per_category)
+    lengths = [_draft_length(each) for each in num_speculative_tokens or ["4", _AUTO]]
+    candidates = [Candidate(spec, k, way) for spec in drafter or [_AUTO] for k in lengths for way in METHODS]
+    _drafter_names(drafter or [_AUTO], draft_model)
+    targets.resolve(kernels, weights)
+    llm = _load(model, dtype, weights, kernels, context_length, threads, "none", None, draft_model)
+    with _warnings_in_one_line(), _progress() as progress:
+        audit = run_audit(llm, prompts, candidates, params, runs=seeds, progress=progress)
+    facts = report.model_facts(llm, model, draft_model)
+    if as_json:
+        print(json.dumps(as_dict(audit, facts)))
+    else:
+        Console(highlight=False).print(render(audit, facts))
+    if audit.failures:
+        sys.exit(1)
+    if audit.partial:
+        sys.exit(130)
 
 
 @app.command(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 import torch
 from rich import box
@@ -20,6 +21,9 @@ from sakiyomi.bench.runner import PLAIN, BenchResult, Summary
 from sakiyomi.cpus import cpu_name
 from sakiyomi.interfaces import Exactness
 from sakiyomi.stats import Spread
+
+if TYPE_CHECKING:
+    from sakiyomi.llm import LLM
 
 Facts = Mapping[str, str | int]
 
@@ -56,6 +60,21 @@ def machine_facts(
     }
     if device.startswith("cuda"):
         facts["gpu"] = torch.cuda.get_device_name(device)
+    return facts
+
+
+def model_facts(llm: LLM, model: str, draft_model: str | None) -> dict[str, str | int]:
+    """Return the facts of the machine and of a loaded model; ``model`` and ``draft_model`` are the user's names."""
+    dtype = str(getattr(llm.target, "dtype", "unknown")).removeprefix("torch.")
+    facts = machine_facts(
+        model=model,
+        dtype=dtype,
+        weights=getattr(llm.target, "weight_format", dtype),
+        kernels=getattr(llm.target, "kernels", "torch"),
+        exactness=llm.exactness,
+    )
+    if draft_model:
+        facts["draft model"] = draft_model
     return facts
 
 
