@@ -7,9 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sakiyomi.errors import OptionError
-from sakiyomi.sampling import Chooser, SamplingParams, candidates, draw, gumbel_noise
+from sakiyomi.sampling import Chooser, SamplingParams, _hash, _unhash, candidates, draw, gumbel_noise
 
 VOCAB = 500
 
@@ -82,6 +84,134 @@ def test_pruned_draw_is_the_draw_over_everything(scale):
     ids = np.arange(0, 3000, 7)
     full = z[ids] + gumbel_noise(1, 2, ids)
     assert draw(z[ids], ids, 1, 2) == int(full.argmax())
+
+
+LONG = 20_000
+
+
+def long_row(kind: str, seed: int = 0, size: int = LONG) -> np.ndarray:
+    """Return logits of a shape that narrowing could get wrong, with the largest at 0."""
+    rng = np.random.default_rng(seed)
+    if kind == "constant":
+        return np.zeros(size, np.float32)
+    z = (rng.standard_normal(size) * (0.1 if kind == "flat" else 3)).astype(np.float32)
+    if kind == "ties":
+        z = np.round(z)
+    elif kind == "sorted":
+        z.sort()
+    elif kind == "far":  # one likely token, and very many that are unlikely each
+        z = z / 3 - 11
+        z[rng.integers(size)] = 0
+    elif kind == "few possible":
+        z[rng.permutation(size)[20:]] = -np.inf
+    elif kind == "mostly impossible":
+        z[rng.random(size) < 0.9] = -np.inf
+    elif kind == "heavy, unsampled tokens":  # a guess from regular samples sees none of them
+        z = z / 3 - 9
+        z[1 : size // 2 : 500] = 0
+    return (z - z.max()).astype(np.float32)
+
+
+KINDS = (
+    "constant",
+    "flat",
+    "wide",
+    "ties",
+    "sorted",
+    "far",
+    "few possible",
+    "mostly impossible",
+    "heavy, unsampled tokens",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_draw_from_a_long_row_is_the_draw_over_everything(kind):
+    some = np.random.default_rng(1).permutation(2 * LONG)[:LONG]  # ids in any order
+    for seed in range(100):
+        z = long_row(kind, seed)
+        for ids in (None, some):
+            full = z + gumbel_noise(seed, 11, np.arange(LONG) if ids is None else ids)
+            assert draw(z, ids, seed, 11) == int(full.argmax())
+
+
+def test_the_best_of_many_unlikely_tokens_is_found():
+    """Without ids, they are found from their hashes."""
+    size, won = 150_000, [0, 0]
+    some = np.random.default_rng(1).permutation(size)
+    for seed in range(100):
+        z = long_row("far", seed, size) - np.float32(2)
+        z[seed] = 0
+        for i, ids in enumerate((None, some)):
+            full = z + gumbel_noise(seed, 11, np.arange(size) if ids is None else ids)
+            assert draw(z, ids, seed, 11) == int(full.argmax())
+            won[i] += int(z[full.argmax()] < -12)
+    assert min(won) >= 10
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 2**40), st.lists(st.integers(0, 2**32 - 1), min_size=1))
+def test_tokens_are_found_from_their_hashes(seed, position, tokens):
+    assert list(_unhash(seed, position, _hash(seed, position, np.array(tokens)))) == tokens
+
+
+def naive_limits(z: np.ndarray, top_k: int | None = None, top_p: float = 1.0) -> np.ndarray:
+    """Return what the limits leave, by sorting all of the row."""
+    threshold = -np.inf
+    if top_k is not None:
+        threshold = np.sort(z)[::-1][top_k - 1]
+    weights = np.where(z >= threshold, np.exp(z), 0)
+    if top_p < 1:
+        falling = np.sort(weights)[::-1]
+        reached = np.cumsum(falling, dtype=np.float64)
+        last = falling[np.searchsorted(reached, top_p * weights.sum(dtype=np.float64))]
+        threshold = z[weights >= last].min()
+    return np.flatnonzero(z >= threshold)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"top_k": 1},
+        {"top_k": 50},
+        {"top_k": 200},
+        {"top_k": LONG - 1},
+        {"top_p": 0.1},
+        {"top_p": 0.9},
+        {"top_p": 0.9999},
+        {"top_k": 100, "top_p": 0.9},
+    ],
+    ids=str,
+)
+def test_limits_of_long_rows_are_those_of_sorting_everything(kind, limits):
+    for seed in range(5):
+        z = long_row(kind, seed)
+        ids, kept = candidates(z, SamplingParams(temperature=1.0, **limits))
+        found = np.arange(z.size) if ids is None else ids
+        assert np.array_equal(found, naive_limits(z, **limits))
+        assert np.array_equal(kept, z[found])
+
+
+@given(st.data())
+def test_limits_of_any_row_are_those_of_sorting_everything(data):
+    size = data.draw(st.sampled_from([1, 2, 127, 129, 1023, 4095, 4096, 4097, 5000]))
+    levels = np.array([0, *data.draw(st.lists(st.floats(-30, 0, width=32) | st.just(-np.inf), max_size=5))], np.float32)
+    z = levels[np.random.default_rng(data.draw(st.integers(0, 99))).integers(levels.size, size=size)]
+    z[data.draw(st.integers(0, size - 1))] = 0
+    limits = {"top_k": data.draw(st.integers(1, size)), "top_p": data.draw(st.floats(0.01, 0.999))}
+    ids, _ = candidates(z, SamplingParams(temperature=1.0, **limits))
+    assert np.array_equal(np.arange(size) if ids is None else ids, naive_limits(z, **limits))
+
+
+def test_top_p_that_rounding_puts_out_of_reach_leaves_all_that_is_possible():
+    for seed in range(20):
+        z = long_row("mostly impossible", seed) * np.float32(2)
+        ids, kept = candidates(z, SamplingParams(temperature=1.0, top_p=1 - 2**-53))
+        assert ids is not None
+        possible = z[z > -np.inf]
+        assert kept.min() > -np.inf
+        kept_weight = np.exp(kept.astype(np.float64)).sum()
+        assert kept_weight == pytest.approx(np.exp(possible.astype(np.float64)).sum(), rel=1e-12)
 
 
 def test_equal_sums_go_to_the_lowest_id():

@@ -101,7 +101,8 @@ class SamplingParams:
         check(0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1")
 
 
-_GUMBEL_MAX = -math.log(-math.log1p(-(2.0**-33)))  # no noise is larger: uniforms are (h + 1/2) / 2^32, h < 2^32
+_FEW = 1024  # the noise of so few tokens costs less than finding those that can win
+_SAMPLED = 128  # one token of so many is in the sample that guesses where a nucleus ends
 
 
 def _mix64(x: int) -> int:
@@ -140,21 +141,46 @@ def gumbel_noise(seed: int, position: int, tokens: npt.NDArray[np.integer]) -> n
     return _gumbel(_hash(seed, position, tokens))
 
 
+_MULTIPLIERS = tuple(map(np.uint32, (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x2C1B3C6D)))
+_INVERSES = tuple(np.uint32(pow(int(each), -1, 2**32)) for each in _MULTIPLIERS)
+
+
+def _keys(seed: int, position: int) -> tuple[np.uint32, np.uint32]:
+    key = _mix64(_mix64(seed) ^ position)
+    return np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
+
+
 def _hash(seed: int, position: int, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.uint32]:
     """Return 32 bits per token: a mixer (after MurmurHash3's) with two keys from (seed, position) fed in between."""
-    key = _mix64(_mix64(seed) ^ position)
+    first, second = _keys(seed, position)
     h = tokens.astype(np.uint32)
-    h *= np.uint32(0x9E3779B1)
-    h += np.uint32(key & 0xFFFFFFFF)
+    h *= _MULTIPLIERS[0]
+    h += first
     h ^= h >> np.uint32(16)
-    h *= np.uint32(0x85EBCA6B)
+    h *= _MULTIPLIERS[1]
     h ^= h >> np.uint32(13)
-    h += np.uint32(key >> 32)
-    h *= np.uint32(0xC2B2AE35)
+    h += second
+    h *= _MULTIPLIERS[2]
     h ^= h >> np.uint32(15)
-    h *= np.uint32(0x2C1B3C6D)
+    h *= _MULTIPLIERS[3]
     h ^= h >> np.uint32(16)
     return h
+
+
+def _unhash(seed: int, position: int, h: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """Return the tokens whose 32 bits are ``h``: each step of ``_hash`` can be undone, the last one first."""
+    first, second = _keys(seed, position)
+    x: npt.NDArray[np.uint32] = h ^ (h >> np.uint32(16))
+    x *= _INVERSES[3]
+    x ^= (x >> np.uint32(15)) ^ (x >> np.uint32(30))
+    x *= _INVERSES[2]
+    x -= second
+    x ^= (x >> np.uint32(13)) ^ (x >> np.uint32(26))
+    x *= _INVERSES[1]
+    x ^= x >> np.uint32(16)
+    x -= first
+    x *= _INVERSES[0]
+    return x
 
 
 def _gumbel(h: npt.NDArray[np.uint32]) -> npt.NDArray[np.float64]:
@@ -167,36 +193,62 @@ def candidates(logits: Row, params: SamplingParams) -> tuple[npt.NDArray[np.int6
 
     Each limit keeps every token that ties with the last one inside, so that the result doesn't depend on an order.
     """
-    z = (logits - logits.max()) * np.float32(1.0 / params.temperature)  # the likeliest is at 0
-    threshold = -np.inf
+    z = logits - logits.max()  # the likeliest is at 0
+    z *= np.float32(1.0 / params.temperature)
+    ids = None
     if params.top_k is not None and params.top_k < z.size:
-        threshold = torch.from_numpy(z).topk(params.top_k).values[-1].item()
+        inside = _largest(z, params.top_k)
+        if inside.size < z.size:
+            ids, z = inside, z[inside]
     if params.top_p < 1:
-        threshold = max(threshold, _nucleus_threshold(z, threshold, params.top_p))
+        inside = _nucleus(z, params.top_p)
+        ids, z = inside if ids is None else ids[inside], z[inside]
     if params.min_p > 0:
-        threshold = max(threshold, math.log(params.min_p))
-    if threshold == -np.inf:
-        return None, z
-    ids = np.flatnonzero(z >= threshold)
-    return ids, z[ids]
+        inside = np.flatnonzero(z >= math.log(params.min_p))
+        ids, z = inside if ids is None else ids[inside], z[inside]
+    return ids, z
 
 
-def _nucleus_threshold(z: Row, threshold: float, top_p: float) -> float:
-    """Return the lowest logit of the smallest set of likeliest tokens whose probability reaches ``top_p``."""
+def _largest(z: Row, k: int) -> npt.NDArray[np.int64]:
+    """Return where the k largest are in a row of more than k, ascending.
+
+    The row is cut into groups, and the largest of each group is found. The k-th largest of these is reached by at least
+    k tokens, and by few others where there are many groups: only these are compared.
+    """
+    groups = max(1024, 16 * k)
+    floor = np.float32(-np.inf)
+    if z.size >= 4 * groups:  # else a group is too small for its largest token to be worth finding
+        each = z[: z.size // groups * groups].reshape(-1, groups).max(axis=0)
+        floor = np.partition(each, -k)[-k]
+    likely = np.flatnonzero(z >= floor)
+    z = z[likely]
+    return likely[np.flatnonzero(z >= np.partition(z, -k)[-k])]
+
+
+def _nucleus(z: Row, top_p: float) -> npt.NDArray[np.int64]:
+    """Return where the smallest set of likeliest tokens is whose probability reaches ``top_p``, ascending.
+
+    Only tokens above a floor are sorted. It's guessed from a sample: what is below shall hold half of the probability
+    that can be left out. Where what is above holds too little after all, more is sorted, then everything.
+    """
     weights = np.exp(z)
-    if threshold > -np.inf:
-        weights[z < threshold] = 0
-    mass = top_p * float(weights.sum(dtype=np.float64))
-    bound = 2.0**-8  # sort only the likely tokens; go on to less likely ones while they hold too little
-    while True:
-        likely = np.sort(weights[weights > bound])[::-1]
-        reached = np.cumsum(likely, dtype=np.float64)
-        if reached.size and reached[-1] >= mass:
-            last = likely[np.searchsorted(reached, mass)]
-            return float(z[weights >= last].min())
-        if bound == 0:  # only by rounding: the whole set is needed
-            return float(z[weights > 0].min())
-        bound = bound * 2.0**-8 if bound > 2.0**-64 else 0.0
+    total = float(weights.sum(dtype=np.float64))
+    mass = top_p * total
+    sample = np.sort(weights[::_SAMPLED])
+    below = np.cumsum(sample, dtype=np.float64) * _SAMPLED
+    guess = sample[min(int(np.searchsorted(below, (total - mass) / 2)), sample.size - 1)]
+    for floor in (guess, guess / 256, 0):
+        likely = np.flatnonzero(weights >= floor)
+        inside = weights[likely]
+        falling = np.sort(inside)[::-1]
+        reached = np.cumsum(falling.astype(np.float64))
+        if reached[-1] >= mass:
+            last = falling[np.searchsorted(reached, mass)]
+            break
+    else:  # only by rounding: all that is possible is needed
+        last = falling[falling > 0][-1]
+    z = z[likely]
+    return likely[np.flatnonzero(z >= z[np.flatnonzero(inside >= last)].min())]
 
 
 class Chooser:
@@ -314,24 +366,50 @@ def check_chosen(logit: np.float32) -> None:
 def draw(z: Row, ids: npt.NDArray[np.int64] | None, seed: int, position: int) -> int:
     """Return the index of the largest ``z + noise``; the lowest index where several tie.
 
-    ``z``: float32 logits of the tokens ``ids`` (None: of 0, 1, 2, ...). Logarithms are taken only for tokens that can
-    win: those near the top, then of the others those whose hash is large enough to beat the best of them.
+    ``z``: float32 logits of the tokens ``ids`` (None: of 0, 1, 2, ...). In a long row, logarithms are taken only for
+    tokens that can win: those near the top, then of those below a ceiling the few whose hash is large enough to beat
+    the best from there. The tokens far from the top, most of a row, need hashes so large that it's less work to list
+    these and find the tokens that have them than to hash the tokens.
     """
+    if z.size <= _FEW:
+        return int((z + gumbel_noise(seed, position, np.arange(z.size) if ids is None else ids)).argmax())
 
-    def best_of(indices: npt.NDArray[np.int64], h: npt.NDArray[np.uint32]) -> tuple[float, int]:
-        sums = z[indices] + _gumbel(h)
-        winner = int(sums.argmax())
-        return float(sums[winner]), int(indices[winner])
+    top = z.max()
+    high = top - np.float32(4)
+    near = np.flatnonzero(z >= high)
+    h = _hash(seed, position, near if ids is None else ids[near])
+    luckiest = int(h.argmax())  # in a flat row few others are worth a logarithm
+    index = int(near[luckiest])
+    best = float(z[index]) + float(_gumbel(h[luckiest : luckiest + 1])[0])
 
-    border = z.max() - np.float32(4)
-    near = np.flatnonzero(z >= border)
-    best, index = best_of(near, _hash(seed, position, near if ids is None else ids[near]))
-    others = np.flatnonzero((z >= best - _GUMBEL_MAX) & (z < border))
-    if others.size:
-        h = _hash(seed, position, others if ids is None else ids[others])
-        able = h >= 2.0**32 * math.exp(-math.exp(float(border) - best)) - 1
-        if able.any():
-            rival, rival_index = best_of(others[able], h[able])
-            if rival > best or (rival == best and rival_index < index):
-                index = rival_index
+    def consider(indices: npt.NDArray[np.int64], h: npt.NDArray[np.uint32], ceiling: np.float32) -> None:
+        nonlocal best, index
+        able = np.flatnonzero(h >= least_hash(ceiling))
+        if able.size:
+            indices = indices[able]
+            sums = z[indices] + _gumbel(h[able])
+            largest = float(sums.max())
+            lowest = int(indices[sums == largest].min())
+            if largest > best or (largest == best and lowest < index):
+                best, index = largest, lowest
+
+    def least_hash(ceiling: np.float32) -> int:  # with a margin of half a hash for rounding
+        return max(0, math.ceil(2.0**32 * math.exp(-math.exp(float(ceiling) - best)) - 1))
+
+    consider(near, h, top)
+
+    low = min(high, np.float32(best - 13))
+    if low < high:
+        middle = np.flatnonzero(z >= low)  # near ones too: to leave them out costs more
+        consider(middle, _hash(seed, position, middle if ids is None else ids[middle]), high)
+
+    least = least_hash(low)
+    if ids is None and 2**32 - least < z.size:
+        h = np.arange(least, 2**32, dtype=np.uint32)
+        tokens = _unhash(seed, position, h)
+        real = np.flatnonzero(tokens < z.size)
+        consider(tokens[real].astype(np.int64), h[real], low)
+    else:
+        far = np.flatnonzero(z < low)
+        consider(far, _hash(seed, position, far if ids is None else ids[far]), low)
     return index
