@@ -92,7 +92,7 @@ def test_help_prints_at_once_and_without_the_heavy_imports():
     import sys
     from typer.testing import CliRunner
     from sakiyomi import cli
-    for command in ([], ["generate"], ["bench"], ["check"], ["models"]):
+    for command in ([], ["generate"], ["bench"], ["verify"], ["check"], ["models"]):
         for flag in ("--help", "-h"):
             result = CliRunner().invoke(cli.app, [*command, flag])
             assert result.exit_code == 0, result
@@ -108,6 +108,7 @@ def test_help_prints_at_once_and_without_the_heavy_imports():
             "--model",
             "--drafter",
             "--num-speculative-tokens",
+            "--verification",
             "--draft-model",
             "--reference",
             "--memory",
@@ -120,6 +121,7 @@ def test_help_prints_at_once_and_without_the_heavy_imports():
         "bench": [
             "--workload",
             "--category",
+            "--verification",
             "--draft-model",
             "--repeats",
             "--weights",
@@ -127,6 +129,7 @@ def test_help_prints_at_once_and_without_the_heavy_imports():
             "--quality-text",
             "--json",
         ],
+        "verify": ["--workload", "--drafter", "--draft-model", "--temperature", "--seeds", "--json"],
         "check": ["target", "draft_model", "--weights", "--kernels", "--threads", "--json"],
         "models": ["--help"],
     }
@@ -139,7 +142,7 @@ def test_help_prints_at_once_and_without_the_heavy_imports():
 def test_help_names_the_drafters_of_the_registry(monkeypatch):
     assert sorted(cli.DRAFTERS) == sorted(drafters.DRAFTERS)
     monkeypatch.setenv("COLUMNS", "200")
-    for command in ("generate", "bench"):
+    for command in ("generate", "bench", "verify"):
         shown = " ".join(run(cli.app, [command, "--help"]).stdout.split())
         assert all(f"{name}, " in shown for name in (*drafters.DRAFTERS, drafters.MODEL + " (--draft-model)"))
 
@@ -772,6 +775,90 @@ def test_bench_that_failed_says_so_in_its_exit_status(monkeypatch, workload, wha
     assert json.loads(result.stdout)[what]
 
 
+@pytest.mark.usefixtures("loaded")
+def test_bench_compares_what_keeps_its_tokens(workload):
+    """Sampled by block, a draft model's tokens are others than plain decoding's: no difference to complain of."""
+    arguments = ["bench", "--workload", workload, "-n", "12", "-k", "2", "-t", "1", "--draft-model", "x", "-d", "model"]
+    arguments += ["-d", "ngram+model", "--verification", "coupled", "--verification", "block"]
+    result = run(cli.app, [*arguments, "--json"])
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert found["differences"] == []
+    compared = {each["case"]: (each["identical"], each["compared"]) for each in found["summaries"]}
+    assert compared["model k=2"] == compared["ngram+model k=2"] == compared["plain"] == (2, 2)
+    assert compared["model k=2 block"] == compared["ngram+model k=2 block"] == (0, 0)
+    shown = " ".join(run(cli.app, arguments).stdout.split())
+    assert "Same output: every candidate's tokens are identical to plain (4 of 4)" in shown
+    assert "Sampled with rejection or block, texts differ and have the same distribution: not compared" in shown
+    greedy = json.loads(run(cli.app, [*arguments, "-t", "0", "--json"]).stdout)
+    assert all(each["identical"] == each["compared"] == 2 for each in greedy["summaries"] if not each["category"])
+
+
+VERIFY = ["verify", "-n", "8", "-t", "0.8", "--top-k", "5", "-d", "ngram", "-k", "3"]
+
+
+@pytest.mark.usefixtures("loaded")
+def test_verify_says_what_it_tested(workload):
+    result = run(cli.app, [*VERIFY, "--workload", workload, "--seeds", "100"])
+    assert result.exit_code == 0, result
+    shown = " ".join(result.stdout.split())
+    for part in (
+        "kernels: ",
+        "20 of 20 outputs",
+        "rejection: 100 seeds",
+        "ngram k=3 block",
+        "PASSED: ",
+        "smollm2-135m",
+    ):
+        assert part in shown
+    found = json.loads(run(cli.app, [*VERIFY, "--workload", workload, "--seeds", "0", "--json"]).stdout)
+    assert (found["verdict"], found["distribution"]["tests"], found["machine"]["threads"] > 0) == ("passed", [], True)
+    drafted = run(
+        cli.app, [*VERIFY, "--workload", workload, "--seeds", "0", "-d", "model", "--draft-model", "x", "--json"]
+    )
+    names = {each["drafter"] for each in json.loads(drafted.stdout)["acceptance"]}
+    assert names == {"ngram", "model"}, "with a draft model the target needn't draft for itself"
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize(("what", "status"), [("errors", 1), ("partial", 130)])
+def test_verify_says_in_its_exit_status_what_it_found(monkeypatch, workload, what, status):
+    from dataclasses import replace
+
+    from sakiyomi import audit
+
+    original = audit.run_audit
+    value = {"errors": ("it fell",), "partial": True}[what]
+    monkeypatch.setattr(audit, "run_audit", lambda *args, **more: replace(original(*args, **more), **{what: value}))
+    result = run(cli.app, [*VERIFY, "--workload", workload, "--seeds", "0"])
+    assert result.exit_code == status
+    assert {"errors": "FAILED: a drafter failed: it fell", "partial": "INTERRUPTED"}[what] in result.stdout
+
+
+@pytest.mark.usefixtures("never_loaded")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["verify", "-t", "0"], "--temperature 0: must be above 0; greedy outputs are always compared too"),
+        (["verify", "--seeds", "7"], "--seeds 7: must be at least 100, or 0 (no test of distributions)"),
+        (["verify", "-d", "oracle"], "drafter='oracle': must be one of"),
+        (["verify", "-k", "0"], "num_speculative_tokens=0: must be at least 1"),
+        (["verify", "-k", "many"], "--num-speculative-tokens many: must be a number"),
+        (["verify", "--draft-model", "x", "-d", "ngram"], "--draft-model x: --drafter ngram goes without"),
+        (["bench", "--verification", "none"], "verification='none': must be one of coupled, rejection, block"),
+    ],
+)
+def test_what_is_wrong_with_an_audit_costs_no_loading(monkeypatch, capsys, arguments, message):
+    status, out, err = main(monkeypatch, capsys, *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"sakiyomi: {message}")
+
+
+def test_an_unknown_verification_costs_no_loading(monkeypatch, capsys):
+    status, _, err = main(monkeypatch, capsys, "generate", "x", "--verification", "hope", "-m", "no such model")
+    assert (status, err) == (2, "sakiyomi: verification='hope': must be one of coupled, rejection, block\n")
+
+
 @pytest.fixture
 def both_weights(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """Let bench load a tiny model, with another head where int8 is asked for; the list is what it asked for."""
@@ -940,6 +1027,9 @@ def test_drafters_reach_load(monkeypatch):
         run(cli.app, shlex.split(line))
         return tuple(seen[name] for name in ("drafter", "num_speculative_tokens", "draft_model"))
 
+    assert loaded("generate x --verification block") == ("auto", None, None)
+    assert seen["verification"] == "block"
+
     assert loaded("generate x") == ("auto", None, None)
     assert loaded("generate x -d ngram -k 4") == ("ngram", 4, None)
     assert loaded("generate x -k 0 --draft-model y") == ("auto", 0, "y")
@@ -947,6 +1037,7 @@ def test_drafters_reach_load(monkeypatch):
     # A benchmark names its drafters itself, and has costs measured where a candidate needs them.
     assert loaded("bench") == ("none", None, None)
     assert loaded("bench -d auto -k auto --draft-model y") == ("none", None, "y")
+    assert loaded("verify -d auto -k auto --draft-model y") == ("none", None, "y")
 
 
 @pytest.mark.filterwarnings("default")
@@ -1004,6 +1095,34 @@ def test_default_model_on_the_built_in_workload(monkeypatch, default_model):
     found = json.loads(result.stdout)
     assert found["differences"] == []
     assert all(each["identical"] == each["compared"] == 1 for each in found["summaries"])
+
+
+@pytest.mark.model
+def test_the_default_model_passes_an_audit(monkeypatch, default_model):
+    """The short form: two prompts, and as many seeds as show errors of about a tenth."""
+    loads(monkeypatch, default_model)
+    arguments = [
+        "verify",
+        "--per-category",
+        "1",
+        "--category",
+        "chat",
+        "--category",
+        "code-edit",
+        "-n",
+        "16",
+        "-k",
+        "4",
+    ]
+    result = run(cli.app, [*arguments, "--top-p", "0.9", "--seeds", "100", "--json"])
+    found = json.loads(result.stdout)
+    assert (result.exit_code, found["verdict"], found["failures"]) == (0, "passed", [])
+    assert (found["identity"]["outputs"], found["identity"]["differences"]) == (20, [])
+    assert not any(each["different"] for each in found["rows"])
+    for test in found["distribution"]["tests"]:
+        assert test["p_value"] > found["distribution"]["threshold"]
+        assert test["visible_total_variation"] < 0.2
+        assert 0.1 * test["drafted"] < test["accepted"] < 0.9 * test["drafted"]
 
 
 @pytest.mark.model
