@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 
+from conftest import VOCAB, byte_tokenizer
 from sakiyomi import core, drafters
+from sakiyomi.audit.chance import Counts
+from sakiyomi.distribution import Distribution
 from sakiyomi.drafters import DRAFTERS, parse
-from sakiyomi.drafting import depth
+from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.drafters.retokenised import CommonDrafter, TextDrafter
+from sakiyomi.drafting import Source, depth, first_path
 from sakiyomi.engine import Engine
 from sakiyomi.errors import OptionError
+from sakiyomi.interfaces import Draft, Drafter, Target
 from sakiyomi.policy import FixedPolicy
 from sakiyomi.sampling import SamplingParams
 
@@ -80,3 +90,69 @@ def test_every_drafter_keeps_to_the_rules(llama, name, params):
         one.observe([7, 8, 9])
         assert other.propose(5) == before
         assert depth(one.propose(1)) <= 1
+
+
+def with_models(target: Target) -> dict[str, Drafter]:
+    """Return a drafter of each kind: those of the registry, and each way to draft with a model."""
+    texts = byte_tokenizer()
+    return {
+        **{name: make() for name, make in DRAFTERS.items()},
+        "model": ModelDrafter(target, VOCAB, branches=3),
+        "model, common tokens": CommonDrafter(target, texts, texts, VOCAB, branches=3),
+        "model, text": TextDrafter(target, texts, texts, VOCAB),
+    }
+
+
+def drawn(drafter: Drafter, said: Callable[[Draft], Draft] = lambda draft: draft) -> dict[str, Counts]:
+    """Return what a drafter draws with many seeds against what it says, by place; nothing for one that says nothing."""
+    places: dict[str, Counts] = defaultdict(Counts)
+    for seed in range(400):
+        params = SamplingParams(temperature=1.2, top_k=12, seed=seed)
+        source = Source(drafter, PROMPT, params, VOCAB, True)
+        draft = source.propose(2)
+        assert source.error is None
+        assert (draft.distributions is not None) == (source.sampled and len(draft) > 0)
+        if draft.distributions is None:
+            continue
+        main, draft = first_path(draft), said(draft)
+        for i, (token, distribution) in enumerate(zip(draft.tokens, draft.distributions or (), strict=True)):
+            parent = i - 1 if draft.parents is None else draft.parents[i]
+            depth_ = "first" if parent < 0 else "second"
+            places[depth_ if distribution in main.distributions else f"{depth_} sibling"].add(token, distribution)
+    return places
+
+
+@needs_core
+@pytest.mark.parametrize("name", [*DRAFTERS, "model", "model, common tokens", "model, text"])
+def test_every_drafter_draws_from_what_it_says(llama, name):
+    """Rejection and block rest on it: a distribution that isn't the one that was drawn from changes the text."""
+    drafter = with_models(llama)[name]
+    places = drawn(drafter)
+    assert set(places) == ({"first", "second", "first sibling", "second sibling"} if name in SAMPLING else set())
+    for place, counts in places.items():
+        test = counts.test()
+        assert test.freedom >= 3, place
+        assert test.p_value > 1e-3, place
+
+
+SAMPLING = ("model", "model, common tokens")
+
+
+def sharper(draft: Draft) -> Draft:
+    return replace(draft, distributions=tuple(Distribution(q.ids, q.weights**1.5) for q in draft.distributions))
+
+
+def likeliest(draft: Draft) -> Draft:
+    return replace(draft, tokens=tuple(int(q.probabilities(VOCAB).argmax()) for q in draft.distributions))
+
+
+def surest(draft: Draft) -> Draft:
+    kept = draft.confidences[0] > 0.12
+    return replace(draft, tokens=draft.tokens if kept else (), distributions=draft.distributions if kept else ())
+
+
+@pytest.mark.parametrize("lie", [sharper, likeliest, surest])
+def test_a_drafter_that_draws_from_something_else_is_caught(llama, lie):
+    """The control of the test above: another temperature, the argmax as a sample, unsure drafts withheld."""
+    places = drawn(with_models(llama)["model"], lie)
+    assert min(counts.test().p_value for counts in places.values()) < 1e-6
