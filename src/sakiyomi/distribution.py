@@ -26,11 +26,12 @@ class Distribution:
 
     def fits(self, vocab_size: int) -> bool:
         """Return whether it is a distribution over tokens of a vocabulary of this size."""
-        if not 0 < self.total < np.inf:
+        if not 0 < self.total < np.inf or self.weights.min() < 0:
             return False
         if self.ids is None:
             return self.weights.size == vocab_size
-        return self.weights.size == self.ids.size and 0 <= self.ids[0] <= self.ids[-1] < vocab_size
+        ascending = self.ids.dtype.kind == "i" and self.ids.size == self.weights.size and (np.diff(self.ids) > 0).all()
+        return bool(ascending) and 0 <= self.ids[0] <= self.ids[-1] < vocab_size
 
     def probability(self, token: int) -> float:
         """Return the probability of a token."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from sakiyomi.errors import DrafterError
+from sakiyomi.errors import DrafterError, PolicyError
 from sakiyomi.interfaces import Costs, Draft, Drafter, DraftSession, GoOn, always
 from sakiyomi.sampling import SamplingParams
 
@@ -57,9 +57,16 @@ class Source:
             return False
 
     def propose(self, budget: int, go_on: GoOn = always) -> Draft:
-        """Return a proposal that the target can compute, each token with a confidence; empty where there is none."""
+        """Return a proposal that the target can compute, each token with a confidence; empty where there is none.
+
+        Raises PolicyError for another proposal where there is a sample already: one can't choose between them.
+        """
         if self._session is None:
             return Draft(drafter=self.name)
+        if self._drawn is not None:
+            raise PolicyError(
+                f"policy: asked {self.name} for another sample in one round; what is drawn must be checked"
+            )
         asked = 0
 
         def ask(confidence: float) -> bool:
@@ -148,13 +155,31 @@ def chosen(draft: Draft, indices: Sequence[int]) -> Draft:
 
 def first_path(draft: Draft) -> Draft:
     """Return the chain of first children of a draft. Of a sample too: it takes no token for what it is."""
+    return _part(draft, _first_path(draft))
+
+
+def _first_path(draft: Draft) -> list[int]:
     if draft.parents is None:
-        return draft
+        return list(range(len(draft)))
     path: list[int] = []
     for index, parent in enumerate(draft.parents):
         if parent == (path[-1] if path else -1):
             path.append(index)
-    return _part(draft, path)
+    return path
+
+
+def fitting(draft: Draft, room: int) -> Draft:
+    """Return what there is room for: the first path, which must fit, then other tokens in their order.
+
+    Whether a token is kept depends on those before it and on the first path, not on itself: a sample stays one.
+    """
+    if len(draft) <= room:
+        return draft
+    kept = set(_first_path(draft))
+    for index, parent in enumerate(draft.parents or ()):
+        if len(kept) < room and (parent < 0 or parent in kept):
+            kept.add(index)
+    return _part(draft, sorted(kept))
 
 
 def _part(draft: Draft, indices: Sequence[int]) -> Draft:

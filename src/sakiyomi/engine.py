@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from sakiyomi.drafting import Source, depth, first_path
+from sakiyomi.drafting import Source, depth, first_path, fitting
 from sakiyomi.errors import OptionError, PolicyError, PromptError
 from sakiyomi.interfaces import Draft, Drafter, RoundRecord, Target, Verification, Work
 from sakiyomi.policy import Checked, Policy
@@ -107,7 +107,7 @@ class Request:
                 f"policy: {type(self.policy).__name__} left out some of what {names} sampled; with "
                 f"verification={self.verification!r} what is drawn must be checked, so ask for less"
             )
-        return draft if len(draft) <= room else first_path(draft)
+        return fitting(draft, room)
 
     def new_errors(self) -> tuple[str, ...]:
         """Return what drafters failed of since this was last asked."""

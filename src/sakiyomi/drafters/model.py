@@ -226,17 +226,23 @@ class ModelSession:
         main = following = -1  # where the main path ends: its index in the draft, its id in the draft model
         for depth in range(min(budget, self._reader.room(self._ids))):
             logits = self._reader.append(following) if depth else self._reader.read(self._ids)
-            choices = self._choices(logits, start, len(found)) if np.isfinite(logits.max()) else []
+            try:
+                choices = self._choices(logits, start, len(found)) if np.isfinite(logits.max()) else []
+            except Exception as error:
+                if not found and not isinstance(error, OptionError):
+                    raise
+                choices = []  # the draft model has none of what is possible here; what was drawn before is kept
             if not choices:
                 break
             parents.extend([main] * len(choices))
             main = len(found)
             found.extend(choices)
             token = choices[0].token
-            following = self._in_draft(token)
+            next_id = self._in_draft(token)
             self._chooser.take(token)
-            if not go_on(choices[0].confidence) or token in self._ends:
+            if not go_on(choices[0].confidence) or token in self._ends or next_id is None:
                 break
+            following = next_id
         chain = parents == list(range(-1, len(found) - 1))
         return Draft(
             tuple(each.token for each in found),
@@ -262,8 +268,8 @@ class ModelSession:
             logits = np.concatenate([logits, np.full(size - logits.size, -np.inf, np.float32)])
         return logits[:size], 1.0
 
-    def _in_draft(self, token: int) -> int:
-        """Return the draft model's id of a drafted token."""
+    def _in_draft(self, token: int) -> int | None:
+        """Return the draft model's id of a drafted token, None where it has none."""
         return token
 
 

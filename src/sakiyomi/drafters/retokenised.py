@@ -211,8 +211,8 @@ class CommonSession(ModelSession):
         all_of_it, of_common = (torch.from_numpy(z).logsumexp(0).item() for z in (logits, common))
         return row, min(1.0, math.exp(of_common - all_of_it)) if np.isfinite(of_common) else 0.0
 
-    def _in_draft(self, token: int) -> int:
-        return self._common.draft_id[token]
+    def _in_draft(self, token: int) -> int | None:
+        return self._common.draft_id.get(token)  # a processor may have made another token possible
 
 
 class TextDrafter(DraftModel):
