@@ -20,7 +20,7 @@ from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.retokenised import CommonDrafter, TextDrafter
 from sakiyomi.engine import Chunk, Engine
 from sakiyomi.errors import PolicyError
-from sakiyomi.interfaces import Draft, Target, Work, always
+from sakiyomi.interfaces import Draft, Target, TargetOutput, Work, always
 from sakiyomi.policy import AdaptivePolicy, FixedPolicy
 from sakiyomi.sampling import Chooser, SamplingParams, derived_seed, uniform
 from test_engine import PENALISED, PROMPT, SAMPLED, Scripted, Whole, branching, chain, ids, oracle, wrong_drafter
