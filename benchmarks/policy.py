@@ -38,6 +38,7 @@ class WrongDrafter:
     """Sure of random tokens."""
 
     name, costs, unread = "wrong", None, 0
+    samples = False
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size, self.source = vocab_size, random.Random(0)
@@ -59,6 +60,7 @@ class SilentDrafter:
     """Never has a guess: what differs from plain decoding is the policy's own time, and the machine's noise."""
 
     name, costs, unread = "silent", None, 0
+    samples = False
 
     def session(self, prompt: Sequence[int], params: SamplingParams, sampled: bool = False) -> SilentDrafter:
         """Return itself: it holds nothing of a sequence."""
@@ -76,6 +78,7 @@ class SlowDrafter:
     """Knows the answer, and takes as long for each token as the target does."""
 
     name, costs, unread = "slow", None, 0
+    samples = False
 
     def __init__(self, answers: dict[tuple[int, ...], tuple[int, ...]], token_s: float) -> None:
         self.answers, self.token_s = answers, token_s

@@ -14,20 +14,22 @@ import torch
 
 from conftest import VOCAB, byte_tokenizer
 from sakiyomi.audit import Audit, identity, law, rows, run_audit
-from sakiyomi.audit.chance import POWER, ChiSquare, Counts, noncentrality, tail
+from sakiyomi.audit.chance import POWER, ChiSquare, Counts, by_id, by_place, noncentrality, tail
 from sakiyomi.audit.report import as_dict, render, verdict
 from sakiyomi.bench.runner import Candidate
 from sakiyomi.bench.workload import Prompt
 from sakiyomi.costs import CostTable, ModelCosts
 from sakiyomi.distribution import Distribution
+from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.errors import OptionError, PromptError
 from sakiyomi.interfaces import Draft, Target, TargetOutput, Work
-from sakiyomi.llm import LLM
+from sakiyomi.llm import LLM, Speculation
+from sakiyomi.policy import FixedPolicy
 from sakiyomi.sampling import SamplingParams
 
 PROMPTS = (Prompt("one", "x", text="the cat sat on the mat, the cat sat"), Prompt("two", "y", text="abcabcabcab"))
 SAMPLED = SamplingParams(max_new_tokens=12, temperature=0.8, top_k=6, seed=3)
-CANDIDATES = [Candidate("ngram", k, way) for k in (3, None) for way in ("coupled", "rejection", "block")]
+CANDIDATES = [Candidate("ngram", 3), Candidate("ngram")]
 
 
 def costs() -> ModelCosts:
@@ -58,50 +60,58 @@ def test_tails_are_those_of_the_tables():
     assert noncentrality(10, 0.05, 0.9) == pytest.approx(20.53, abs=1e-2)
 
 
-def counted(draws: int, source: np.random.Generator, wrong: float = 0.0) -> ChiSquare:
-    """Return the test of draws from distributions that change, of which a share is the likeliest token instead."""
-    counts = Counts()
+def counted(draws: int, source: np.random.Generator, wrong=lambda token, ids, weights: token, cells=by_place):
+    """Return the test of draws from distributions that change, of which ``wrong`` makes something else."""
+    counts = Counts(cells)
     for i in range(draws):
         weights = np.exp(source.standard_normal(300) * (2.5 if i % 3 else 0.5))
-        if i % 2:
-            distribution = Distribution(None, weights)
-        else:
-            distribution = Distribution(np.sort(source.permutation(1000)[:300]), weights)
-        token = distribution.draw(source.random())
-        if source.random() < wrong:
-            likeliest = int(weights.argmax())
-            token = likeliest if distribution.ids is None else int(distribution.ids[likeliest])
-        counts.add(token, distribution)
+        ids = np.arange(300) if i % 2 else np.sort(source.permutation(20000)[:300])
+        distribution = Distribution(None if i % 2 else ids, weights)
+        counts.add(wrong(distribution.draw(source.random()), ids, weights), distribution)
     return counts.test()
 
 
-def test_p_values_are_uniform_where_all_is_right_and_tiny_where_not():
+@pytest.mark.parametrize("cells", [by_place, by_id])
+def test_p_values_are_uniform_where_all_is_right(cells):
     source = np.random.default_rng(0)
-    values = np.array([counted(150, source).p_value for _ in range(150)])
+    values = np.array([counted(150, source, cells=cells).p_value for _ in range(150)])
     for share in (0.05, 0.25, 0.5, 0.75):
         assert abs((values < share).mean() - share) < 4 * np.sqrt(share * (1 - share) / 150)
-    assert counted(400, source, wrong=0.3).p_value < 1e-6
+
+
+def test_each_way_to_tell_tokens_apart_sees_its_errors():
+    def likeliest(token, ids, weights):
+        return int(ids[weights.argmax()]) if token % 3 == 0 else token
+
+    def even(token, ids, weights):
+        evens = ids[ids % 2 == 0]
+        return token if token % 2 == 0 else int(evens[np.searchsorted(evens, token) % evens.size])
+
+    for wrong, cells in ((likeliest, by_place), (even, by_id)):
+        assert counted(400, np.random.default_rng(0), wrong, cells).p_value < 1e-6
 
 
 def test_an_error_of_the_size_that_is_stated_is_found_as_often_as_is_stated():
     """Two tokens of a half each: the hardest to see of all errors of a size, and it is seen as often as is stated."""
     source = np.random.default_rng(1)
     fair = Distribution(None, np.array([0.5001, 0.4999]))
+    error = ChiSquare(0, 1, 400).visible(0.01)
+    assert error == pytest.approx(0.0964, abs=1e-3)
     found = 0
     for _ in range(300):
-        counts = Counts()
-        for token in source.random(400) > 0.5 + (error := ChiSquare(0, 1, 400).visible(0.01)):
+        counts = Counts(by_place)
+        for token in source.random(400) > 0.5 + error:
             counts.add(int(token), fair)
         found += counts.test().p_value < 0.01
-    assert error == pytest.approx(0.0964, abs=1e-3)
     assert abs(found / 300 - POWER) < 0.06
 
 
 def test_without_chance_there_is_nothing_to_test():
-    counts = Counts()
+    counts = Counts(by_place)
+    assert counts.test() == ChiSquare()
     for _ in range(500):
         counts.add(3, Distribution(np.array([3]), np.ones(1)))
-    assert counts.test() == ChiSquare(0.0, 0, 0)
+    assert counts.test() == ChiSquare()
     assert (counts.test().p_value, counts.test().visible(0.001)) == (1.0, None)
     assert ChiSquare(1.0, 2, 3).visible(0.001) is None, "three draws show nothing"
 
@@ -199,11 +209,26 @@ class Liar(law.Itself):
 def test_the_distribution_of_the_text_is_tested(llm, way):
     prompts = [llm.encode(prompt.text) for prompt in PROMPTS]
     for drafter, right in ((law.Itself, True), (Liar, False)):
-        check = law.check_law(llm.engine, drafter(llm.target, VOCAB), way, prompts, SAMPLED, 300, lambda what: None)
+        check = law.LawCheck(way, "it", 5)
+        settings = [
+            Speculation((drafter(llm.target, VOCAB),), policy, way) for policy in (FixedPolicy(3), law.AllOfIt())
+        ]
+        check.run(llm.engine, settings, prompts, SAMPLED, 300, lambda what: None)
         assert check.drafted > check.accepted > 0
-        assert check.together.freedom > 10
-        assert (check.together.p_value > 0.001) == right
-        assert check.positions[0].draws == 300
+        assert (check.p_value() > 1e-3) == right
+        assert check.tests["likeliness"].draws > 1200
+        assert check.tests["positions"].freedom > check.tests["likeliness"].freedom > 3
+        assert 0.03 < check.visible(1e-4) < 0.1
+
+
+def test_the_limits_of_a_text_are_tested_with_it(llm):
+    """An end that is held back is held back in the distribution that the text is compared with, too."""
+    ending = replace(SAMPLED, logit_bias={256: 9.0}, min_new_tokens=3, top_k=None)
+    check = law.LawCheck("block", "it", 5)
+    setting = Speculation((law.Itself(llm.target, VOCAB),), FixedPolicy(3), "block")
+    check.run(llm.engine, [setting], [[1, 2, 3]], ending, 100, lambda what: None)
+    assert check.p_value() > 1e-3
+    assert check.tests["likeliness"].freedom > 0
 
 
 # All of it
@@ -212,31 +237,58 @@ def test_the_distribution_of_the_text_is_tested(llm, way):
 def test_an_audit_of_what_is_right_passes_and_says_what_it_tested(llm):
     steps: list[tuple[int, int, str]] = []
     audit = run_audit(llm, PROMPTS, CANDIDATES, SAMPLED, runs=200, progress=lambda *step: steps.append(step))
-    assert (audit.verdict, audit.failures, audit.differences, audit.partial) == ("passed", (), (), False)
+    assert (audit.verdict, audit.failures, audit.differences, audit.partial) == ("passed", (), [], False)
     assert [done for done, _, _ in steps] == list(range(1, steps[-1][1] + 1))
-    # Six cases and three of the model itself, greedy and sampled; of the last three only one keeps its tokens sampled.
-    assert (audit.outputs, audit.greedy, audit.prompts) == (2 * (9 + 7), 2 * 9, 2)
-    assert 200 < audit.tokens <= 12 * audit.outputs
-    assert [each.verification for each in audit.laws] == ["rejection", "block"]
-    assert {each.candidate.name for each in audit.acceptance} >= {"ngram k=3", "itself k=3", "itself k=3 block"}
-    by_name = {each.candidate.name: each for each in audit.acceptance}
-    assert by_name["ngram k=3"].expected is None
-    assert by_name["itself k=3"].expected.speedup > 0
+    names = ["ngram k=3", "ngram adaptive", "itself k=3", "itself k=3 rejection", "itself k=3 block"]
+    assert [case.name for case in audit.cases] == [*names, "itself with branches"]
+    # All are compared greedy, and sampled but for the two that keep only the distribution.
+    assert (audit.outputs, audit.greedy, audit.prompts) == (2 * (6 + 4), 2 * 6, 2)
+    assert 150 < audit.tokens <= 12 * audit.outputs
+    assert 0 < audit.accepted < audit.drafted
+    assert [(each.verification, each.drafter, each.runs) for each in audit.laws] == [
+        ("rejection", "itself", 200),
+        ("block", "itself", 200),
+    ]
+    assert set(audit.expected) == {"itself k=3", "itself k=3 rejection", "itself k=3 block"}
     shown = text(audit)
-    for part in ("32 of 32 outputs", "the same bits", "rejection: 200 seeds", "PASSED: 32 outputs", "itself k=3 block"):
+    for part in (
+        "20 of 20 outputs",
+        "the same bits",
+        "each of 200 seeds",
+        "PASSED: all 20",
+        "itself k=3 block",
+        "price",
+    ):
         assert part in shown
-    assert "would be seen" in verdict(audit)
     data = json.loads(json.dumps(as_dict(audit), allow_nan=False))
-    assert (data["verdict"], data["identity"]["outputs"], len(data["distribution"]["tests"])) == ("passed", 32, 2)
+    assert (data["verdict"], data["identity"]["outputs"], len(data["distribution"]["tests"])) == ("passed", 20, 2)
+
+
+def test_settings_that_sample_are_audited_as_they_are(llm):
+    """With a draft model: each way to verify, branches, and its distribution under its own policies."""
+    own = LLM(llm.target, llm.tokenizer, costs=costs, draft_model=ModelDrafter(llm.target, VOCAB, costs=costs()))
+    candidates = [Candidate("model", 6), Candidate("ngram+model"), Candidate("ngram", 2)]
+    audit = run_audit(own, PROMPTS[:1], candidates, SAMPLED, runs=100)
+    names = [f"{name}{way}" for name in ("model k=6", "ngram+model adaptive") for way in ("", " rejection", " block")]
+    assert [case.name for case in audit.cases] == [*names, "ngram k=2", "model with branches"]
+    assert [(each.verification, each.drafter, each.tokens) for each in audit.laws] == [
+        ("rejection", "model k=6 and ngram+model adaptive", 8),
+        ("rejection", "itself", 5),
+        ("block", "model k=6 and ngram+model adaptive", 8),
+        ("block", "itself", 5),
+    ]
+    assert audit.verdict == "passed"
 
 
 def test_what_was_not_tested_is_not_claimed(llm):
     audit = run_audit(llm, PROMPTS[:1], CANDIDATES[:1], replace(SAMPLED, top_k=1), runs=100)
     assert audit.verdict == "passed"
-    assert "nothing to test" in text(audit)
-    assert "the distribution of block could not be tested" in verdict(audit)
+    assert "Nothing to test" in text(audit)
+    assert "block with itself could not be tested" in verdict(audit)
     without = run_audit(llm, PROMPTS[:1], CANDIDATES[:1], SAMPLED, runs=0)
-    assert (without.laws, "distribution" in verdict(without)) == ((), False)
+    assert (without.laws, "distribution" in verdict(without)) == ([], False)
+    short = run_audit(llm, [Prompt("short", "x", text="q")], CANDIDATES[:1], replace(SAMPLED, max_new_tokens=2), runs=0)
+    assert "NOT tested, since nothing was drafted: ngram k=3" in verdict(short)
 
 
 class Meddling(LLM):
@@ -252,10 +304,12 @@ class Meddling(LLM):
 
 def test_other_tokens_fail_and_are_shown(llm):
     audit = run_audit(Meddling(llm.target, llm.tokenizer, costs=costs), PROMPTS[:1], CANDIDATES[:1], SAMPLED, runs=0)
-    assert (audit.verdict, len(audit.differences)) == ("failed", 6)
-    assert verdict(audit) == "FAILED: 6 of 6 outputs differ from plain decoding."
+    assert (audit.verdict, len(audit.differences), audit.outputs) == ("failed", 8, 8)
+    assert verdict(audit).startswith(
+        "FAILED: 8 of 8 outputs differ from plain decoding, where the target's first choice"
+    )
     assert re.search(r"DIFFERENT: ngram k=3, greedy, prompt one, token 4: after .* plain decoding wrote ", text(audit))
-    assert "and 1 more" in text(audit)
+    assert "And 3 more" in text(audit)
 
 
 def test_a_kernel_that_breaks_its_word_fails_and_one_that_promised_less_does_not(llm):
@@ -264,14 +318,14 @@ def test_a_kernel_that_breaks_its_word_fails_and_one_that_promised_less_does_not
         uneven.exactness = exactness
         audit = run_audit(LLM(uneven, llm.tokenizer, costs=costs), PROMPTS[1:], CANDIDATES[:1], SAMPLED, runs=0)
         assert any("rows differ" in each for each in audit.failures) == failed
-        assert ("other bits than alone" in text(audit)) == (rows_from == 33)
+        assert ("other bits than when computed alone" in text(audit)) == (rows_from == 33)
 
 
 def test_a_drafter_that_lies_fails(llm):
     lying = LLM(llm.target, llm.tokenizer, costs=costs, draft_model=Liar(llm.target, VOCAB))
-    audit = run_audit(lying, PROMPTS, [Candidate("model", 3, "rejection")], SAMPLED, runs=300)
+    audit = run_audit(lying, PROMPTS, [Candidate("model", 3)], SAMPLED, runs=300)
     assert audit.verdict == "failed"
-    assert re.search(r"rejection changed the distribution of the text \(p = \d", verdict(audit))
+    assert re.search(r"rejection with model k=3 changed the distribution of the text \(p = \d", verdict(audit))
     assert not audit.differences, "its greedy outputs are right, its sampled ones are not compared"
 
 
@@ -288,7 +342,7 @@ def test_a_drafter_that_fails_fails(llm):
 
 
 def test_an_interrupt_keeps_what_was_found(llm):
-    for stop_at in (5, 40, 60):
+    for stop_at in (5, 40, 80):
 
         def progress(done: int, total: int, what: str, stop_at: int = stop_at) -> None:
             if done == stop_at:
@@ -298,6 +352,7 @@ def test_an_interrupt_keeps_what_was_found(llm):
         assert (audit.partial, audit.verdict) == (True, "interrupted")
         assert len(audit.rows) == min(stop_at, 2 * rows.checks_per_context())
         assert (audit.outputs > 0) == (stop_at > 34)
+        assert [law.runs for law in audit.laws] == ([20] if stop_at == 80 else [])
         assert "INTERRUPTED" in text(audit)
 
 
@@ -309,6 +364,7 @@ def test_an_interrupt_keeps_what_was_found(llm):
         ({"runs": -1}, "runs=-1"),
         ({"prompts": ()}, "prompts=()"),
         ({"candidates": ()}, "candidates=()"),
+        ({"candidates": CANDIDATES[:1] * 2}, "must all be different"),
     ],
 )
 def test_options_that_cannot_work(llm, changes, message):

@@ -281,6 +281,7 @@ class Parrot:
 
     name = "parrot"
     costs = None
+    samples = False
 
     def __init__(self) -> None:
         self.heard: dict[tuple[int, ...], list[int]] = {}
@@ -293,7 +294,6 @@ class Parrot:
 
 class ParrotSession:
     unread = 0
-    sampled = False
 
     def __init__(self, known: list[int], heard: list[int]) -> None:
         self.known, self.heard = known, heard

@@ -10,7 +10,7 @@ import pytest
 
 from conftest import VOCAB, byte_tokenizer
 from sakiyomi import core, drafters
-from sakiyomi.audit.chance import Counts
+from sakiyomi.audit.chance import Counts, by_place
 from sakiyomi.distribution import Distribution
 from sakiyomi.drafters import DRAFTERS, parse
 from sakiyomi.drafters.model import ModelDrafter
@@ -105,7 +105,7 @@ def with_models(target: Target) -> dict[str, Drafter]:
 
 def drawn(drafter: Drafter, said: Callable[[Draft], Draft] = lambda draft: draft) -> dict[str, Counts]:
     """Return what a drafter draws with many seeds against what it says, by place; nothing for one that says nothing."""
-    places: dict[str, Counts] = defaultdict(Counts)
+    places: dict[str, Counts] = defaultdict(lambda: Counts(by_place))
     for seed in range(400):
         params = SamplingParams(temperature=1.2, top_k=12, seed=seed)
         source = Source(drafter, PROMPT, params, VOCAB, True)

@@ -33,6 +33,7 @@ class Scripted:
 
     name = "scripted"
     costs = None
+    samples = False
 
     def __init__(self, propose) -> None:
         self.function = propose
@@ -43,7 +44,6 @@ class Scripted:
 
 class ScriptedSession:
     unread = 0
-    sampled = False
 
     def __init__(self, propose, ids: list[int]) -> None:
         self.function, self.ids = propose, ids
@@ -426,6 +426,7 @@ def test_a_drafter_that_raises_is_left_out(engine, where):
 
 def test_a_drafter_whose_reading_fails_is_left_out(engine):
     class Broken(Scripted):
+        samples = False
         name, costs = "broken", ModelCosts(CostTable((1, 2), (0.1, 0.1)))
 
         def session(self, prompt, params, sampled=False):

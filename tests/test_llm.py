@@ -41,8 +41,8 @@ class RandomDrafter:
 
     name = "random"
     costs = None
+    samples = False
     unread = 0
-    sampled = False
 
     def __init__(self, vocab_size: int) -> None:
         self.source, self.vocab_size = random.Random(0), vocab_size

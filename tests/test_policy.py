@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 
 from sakiyomi import acceptance, drafting
 from sakiyomi.costs import CostTable, ModelCosts
+from sakiyomi.distribution import Distribution
 from sakiyomi.drafting import Source
 from sakiyomi.errors import OptionError
 from sakiyomi.interfaces import Draft, always
@@ -59,6 +61,7 @@ class Simulated:
     drafted: int = 0
     calls: int = 0
     silent: bool = False
+    samples: bool = False
 
     def __post_init__(self) -> None:
         self.true = ModelCosts(self.costs.table) if self.costs else None
@@ -453,6 +456,7 @@ def test_a_model_may_take_more_tokens_than_it_proposes(clock):
 
     class Wordy:
         name, costs, unread = "wordy", ModelCosts(CostTable((1, 33), (0.001, 0.001))), 1
+        samples = False
 
         def session(self, prompt, params, sampled=False):
             return self
@@ -494,6 +498,7 @@ def test_never_more_than_is_left(clock, policy, left):
 def test_fixed_takes_the_first_path_of_a_tree(clock):
     class Tree:
         name, costs, unread = "tree", None, 0
+        samples = False
 
         def session(self, prompt, params, sampled=False):
             return self
@@ -523,3 +528,41 @@ def test_fixed_asks_a_model_only_where_there_is_no_other_guess(clock):
 def test_fixed_numbers_below_one_are_refused():
     with pytest.raises(OptionError, match="num_speculative_tokens=0: must be at least 1"):
         FixedPolicy(0)
+
+
+def test_a_probe_that_samples_is_the_rounds_draft(clock):
+    """Two samplers that both don't seem to pay and may both be tried: what the first one draws is checked."""
+
+    class Sampler(Simulated):
+        def session(self, prompt: Sequence[int], params: SamplingParams, sampled: bool = False):
+            made = super().session(prompt, params)
+            works = made.propose
+
+            def propose(budget, go_on=always):
+                draft = works(budget, go_on)
+                q = Distribution(None, np.ones(100))
+                return replace(draft, distributions=(q,) * len(draft)) if sampled else draft
+
+            made.propose = propose
+            return made
+
+    costs = ModelCosts(CostTable((1, 33), (0.4, 0.4)))
+    policy = adaptive(CHEAP_ROWS)
+    drafters = [
+        Sampler(clock, lambda length: 0.0, name=name, token_s=0.4, costs=costs, samples=True) for name in ("one", "two")
+    ]
+    sources = [Source(each, [0] * 10, PARAMS, 100, True) for each in drafters]
+    session = policy.session(sources)
+    for experience in policy._experiences.values():
+        for _ in range(200):
+            experience.acceptance.learn(0.5, 1, False, False)
+    probes = 0
+    for _ in range(3000):
+        for experience in policy._experiences.values():
+            experience.idle_s += 50.0
+        draft = session.draft(20, 10, 1, 1)
+        drawn = [each for source in sources if (each := source.take_drawn())]
+        assert drawn == ([draft] if draft else [])
+        probes += bool(draft)
+        session.observe(Checked(draft, (), 1, 1 + len(draft), 10, 1.0))
+    assert probes > 20

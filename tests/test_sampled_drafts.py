@@ -50,6 +50,7 @@ class Other:
     """A drafter whose sessions have other parameters; ``said``: what its drafts become before they are proposed."""
 
     costs = None
+    samples = True
 
     def __init__(self, drafter, said: Callable[[Draft], Draft] = lambda draft: draft, name="model", **changes) -> None:
         self.drafter, self.said, self.name, self.changes = drafter, said, name, changes
@@ -65,6 +66,7 @@ class Sampler:
     """A drafter whose samples a function of (ids so far, budget, go_on) makes."""
 
     costs = None
+    samples = True
 
     def __init__(self, propose, name: str = "sampler") -> None:
         self.function, self.name = propose, name
@@ -166,7 +168,7 @@ def test_drafts_that_are_no_samples_change_nothing(engine, llama, verification, 
 
     suffix = SuffixDrafter()
     text = TextDrafter(llama, byte_tokenizer(), byte_tokenizer(), VOCAB)
-    assert text.session(PROMPT, params, True).sampled is False
+    assert not text.samples
     drafters = [NgramDrafter(min_ngram=1), suffix, wrong_drafter(), oracle(plain, 0.7), branching(plain), text]
     for drafter in [*drafters, Scripted(claiming)]:
         for policy in (FixedPolicy(1), FixedPolicy(4), Whole(5)):
@@ -713,3 +715,86 @@ def test_what_is_no_distribution_is_told_apart():
         (None, [0.5] * 4),
     ):
         assert not Distribution(None if ids_ is None else np.array(ids_), np.array(weights)).fits(5), (ids_, weights)
+
+
+@pytest.mark.parametrize("verification", METHODS)
+def test_a_grammar_with_nothing_after_its_end_is_no_error(engine, llama, verification):
+    """Block looks ahead, but never at what follows the last token of a text."""
+
+    def grammar(known: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+        allowed = torch.full_like(logits, -torch.inf)
+        if 5 not in known[3:]:
+            allowed[3:10] = 0.2 * logits[3:10]
+        return allowed
+
+    for seed in range(20):
+        params = SamplingParams(temperature=1.0, stop_token_ids=(5,), processors=(grammar,), seed=seed)
+        chunks = run(engine, params, [ModelDrafter(llama, VOCAB)], FixedPolicy(3), verification, [1, 2, 4])
+        assert chunks[-1].finish_reason == "stop"
+
+
+def test_processors_see_drafts_only_where_samples_need_them(llama, weak):
+    """Coupled, a request's processors are called once for each token of the output, and with nothing else."""
+    for verification, once in (("coupled", True), ("rejection", False)):
+        seen: list[tuple[int, ...]] = []
+
+        def note(known: Sequence[int], logits: torch.Tensor, seen: list = seen) -> torch.Tensor:
+            seen.append(tuple(known))
+            return logits
+
+        params = SamplingParams(temperature=1.0, max_new_tokens=20, processors=(note,), seed=2)
+        run(Engine(llama), params, [ModelDrafter(weak, VOCAB)], FixedPolicy(3), verification)
+        assert (list(map(len, seen)) == list(range(len(PROMPT), len(PROMPT) + 20))) == once
+
+
+def test_drafters_take_noise_of_their_own_only_beside_one_that_samples(engine, llama, weak):
+    """With the target's own, texts stand more often; beside a sampler they would tell a policy what comes next."""
+    texts = byte_tokenizer()
+    params = replace(FEW, max_new_tokens=30)
+    asked: list[bool] = []
+
+    class Text(TextDrafter):
+        def session(self, prompt, params, sampled=False):
+            asked.append(sampled)
+            return super().session(prompt, params, sampled)
+
+    text = Text(llama, texts, texts, VOCAB)
+    for drafters, verification in (
+        ([text], "rejection"),
+        ([text], "coupled"),
+        ([text, ModelDrafter(weak, VOCAB)], "coupled"),
+        ([text, ModelDrafter(weak, VOCAB)], "rejection"),
+    ):
+        run(engine, params, drafters, FixedPolicy(2), verification)
+    assert asked == [False, False, False, True]
+    ours, own = (
+        [text.session(PROMPT, replace(params, seed=seed), sampled).propose(3).tokens for seed in range(30)]
+        for sampled in (False, True)
+    )
+    assert ours != own
+    assert [tokens[0] for tokens in ours] == [
+        ids(run(engine, replace(params, seed=seed, max_new_tokens=1), [], None, "coupled"))[0] for seed in range(30)
+    ]
+
+
+def test_no_sample_is_no_reason_to_leave_out_other_drafts(engine, llama):
+    """An empty draft of a drafter that samples is none: the adaptive policy takes the other one."""
+    plain = ids(run(engine, SAMPLED, [], None, "rejection"))
+    silent = Sampler(lambda known, budget, go_on: Draft((), None, (), "sampler", ()))
+    for policy in (AdaptivePolicy(NoCosts()), FixedPolicy(3)):
+        chunks = run(engine, SAMPLED, [silent, oracle(plain)], policy, "rejection")
+        assert ids(chunks) == plain
+        assert sum(chunk.record.accepted for chunk in chunks) > 10
+
+
+def test_a_policy_that_fails_at_observing_ends_its_request_only(engine):
+    class Fails(Whole):
+        def observe(self, tested) -> None:
+            raise ZeroDivisionError
+
+    plain = ids(run(engine, SAMPLED, [], None, "coupled"))
+    requests = [engine.request(PROMPT, SAMPLED, [oracle(plain)], policy) for policy in (Fails(2), Whole(2))]
+    failed, first = engine.round(requests)
+    assert isinstance(failed, ZeroDivisionError)
+    assert requests[0].finish_reason == "error"
+    assert [*first.token_ids, *ids(list(engine.run(requests[1])))] == plain

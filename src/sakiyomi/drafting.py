@@ -13,8 +13,8 @@ from sakiyomi.sampling import SamplingParams
 class Source:
     """A drafter's session, guarded. A drafter that fails is left out of the rest of the sequence.
 
-    ``sampled``: whether what it draws is checked as a sample of its distribution. ``seconds``: what the last proposal
-    took. ``error``: what the drafter failed of, None while it works.
+    ``sampled``: whether its drafts are samples, which once drawn must be checked, and whole. ``seconds``: what the last
+    proposal took. ``error``: what the drafter failed of, None while it works.
     """
 
     def __init__(
@@ -22,12 +22,12 @@ class Source:
     ) -> None:
         self.name = drafter.name
         self.costs: Costs | None = drafter.costs
+        self.sampled = sampled and drafter.samples
         self.seconds = 0.0
         self.error: str | None = None
         self._vocab_size = vocab_size
         self._session: DraftSession | None = None
         self._drawn: Draft | None = None
-        self._wants_samples = sampled
         try:
             self._session = drafter.session(prompt, params, sampled)
         except Exception as error:
@@ -47,15 +47,6 @@ class Source:
             self._fail(error)
             return 0
 
-    @property
-    def sampled(self) -> bool:
-        """Whether its drafts are samples: once drawn they must be checked, and whole."""
-        try:
-            return self._wants_samples and self._session is not None and self._session.sampled
-        except Exception as error:
-            self._fail(error)
-            return False
-
     def propose(self, budget: int, go_on: GoOn = always) -> Draft:
         """Return a proposal that the target can compute, each token with a confidence; empty where there is none.
 
@@ -74,17 +65,16 @@ class Source:
             asked += 1
             return go_on(confidence)
 
-        sampled = self.sampled
         began = time.perf_counter()
         try:
-            draft = _checked(self._session.propose(budget, ask), budget, self._vocab_size, self.name, sampled)
-            if sampled and asked > depth(draft):
-                raise DrafterError(f"it asked whether to go on after {asked} tokens, and kept {depth(draft)} of them")
+            draft = _checked(self._session.propose(budget, ask), budget, self._vocab_size, self.name, self.sampled)
+            if self.sampled and asked > len(draft):
+                raise DrafterError(f"it asked whether to go on after {asked} tokens, and kept {len(draft)} of them")
         except Exception as error:
             self._fail(error)
             draft = Draft(drafter=self.name)
         self.seconds = time.perf_counter() - began
-        if sampled and draft:
+        if self.sampled and draft:
             self._drawn = draft
         return draft
 
@@ -122,7 +112,7 @@ def _checked(draft: Draft, budget: int, vocab_size: int, name: str, sampled: boo
         raise DrafterError(f"it gave confidences {confidences}: must be one in (0, 1] for each of {count} tokens")
     if (deepest := depth(draft)) > budget:
         raise DrafterError(f"it proposed {deepest} tokens in a row: at most {budget} were asked for")
-    distributions = draft.distributions if sampled else None
+    distributions = draft.distributions if sampled and count else None
     if sampled and count:
         if distributions is None or len(distributions) != count:
             raise DrafterError(f"it gave {len(distributions or ())} distributions for {count} sampled tokens")

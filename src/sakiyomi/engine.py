@@ -79,7 +79,8 @@ class Request:
         self.chooser = Chooser(params, prompt, target.vocab_size, self._eos_ids)
         self._text = TextStream(tokenizer, prompt, params.stop) if tokenizer else None
         self.verification = verification
-        sampled = verification != "coupled" and params.temperature > 0
+        # Where nothing is sampled the target's own noise decides, and drafters may use it.
+        sampled = verification != "coupled" and params.temperature > 0 and any(each.samples for each in drafters)
         self.sources = [Source(each, prompt, params, target.vocab_size, sampled) for each in drafters] if policy else []
         self.policy = policy.session(self.sources) if policy and self.sources else None
         self._reported: set[str] = set()
@@ -225,16 +226,18 @@ class Engine:
                 continue
             for source in request.sources:
                 source.observe([token.id for token in done.tokens])
-            request.policy.observe(
-                Checked(
-                    draft=draft,
-                    accepted=done.accepted,
-                    emitted=len(done.tokens),
-                    rows=len(work[i].tokens),
-                    context=contexts[i],
-                    seconds=forward_s if len(requests) == 1 else None,
-                )
+            checked = Checked(
+                draft=draft,
+                accepted=done.accepted,
+                emitted=len(done.tokens),
+                rows=len(work[i].tokens),
+                context=contexts[i],
+                seconds=forward_s if len(requests) == 1 else None,
             )
+            try:
+                request.policy.observe(checked)
+            except Exception as error:
+                failures[i] = error
         ended = time.perf_counter()
         results: list[Chunk | Exception] = []
         for i, (request, draft, done) in enumerate(zip(requests, drafts, committed, strict=True)):

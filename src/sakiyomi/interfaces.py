@@ -135,15 +135,11 @@ class DraftSession(Protocol):
     def unread(self) -> int:
         """Tokens that the drafter's model must compute before it can draft; 0 for a drafter without a model."""
 
-    @property
-    def sampled(self) -> bool:
-        """Whether its drafts have distributions; only where the drafter was asked for that."""
-
     def propose(self, budget: int, go_on: GoOn = always) -> Draft:
         """Propose what follows the tokens observed, at most ``budget`` in a row; nothing where there is no guess.
 
         A drafter whose tokens cost something asks ``go_on`` after each, and stops where the answer is no: after that
-        token, not before it.
+        token, not before it. Of a sample, whatever goes wrong after a token was drawn, what was drawn must be returned.
         """
 
     def observe(self, tokens: Sequence[int]) -> None:
@@ -161,12 +157,16 @@ class Drafter(Protocol):
     def costs(self) -> Costs | None:
         """What its model costs; None for a drafter without one, whose drafts are nearly free."""
 
+    @property
+    def samples(self) -> bool:
+        """Whether its drafts are samples, with their distributions, where that is asked for."""
+
     def session(self, prompt: Sequence[int], params: SamplingParams, sampled: bool) -> DraftSession:
         """Begin a sequence with these token ids, whose tokens the target will choose by ``params``.
 
-        ``sampled``: how a draft token that is drawn at random should be drawn. False: with the target's own noise for
-        its position, so that it is likely to be the target's choice. True: with noise of the drafter's own, and if
-        the drafter knows the distribution, the draft should have it.
+        ``sampled``: how a draft token that is drawn at random must be drawn. False: with the target's own noise for its
+        position, so that it is likely to be the target's choice. True, only where one of the sequence's drafters
+        samples: with noise of the drafter's own, and by one that samples with its distribution.
         """
 
 

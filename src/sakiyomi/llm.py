@@ -191,8 +191,9 @@ class LLM:
     ``drafter`` and ``num_speculative_tokens`` are defaults that each call may override. They change speed only:
     the tokens are those of plain decoding (see ``exactness``). ``verification`` is another: "coupled" keeps that
     promise; with "rejection" or "block" tokens that a draft model sampled are other ones than those of plain decoding,
-    of the same distribution, and a few more of them stand. Greedy, and with drafters that don't sample, all three are
-    the same. ``draft_model``: the drafter that goes by "model".
+    of the same distribution, and more of them stand. Greedy, and with drafters that don't sample, all three are the
+    same. That distribution is the one over seeds: beside drafters that remember, like "suffix", take a new one for each
+    answer, or what it drew before says what is drawn. ``draft_model``: the drafter that goes by "model".
     ``costs``: returns those of the target, and is called when they are first needed; by default they are measured then.
     What drafters remember, and what was learned about when they pay, stays from call to call. Not to be called from
     several threads at once. Raises OptionError.
@@ -353,7 +354,7 @@ class LLM:
         if drafter is None:
             return ()
         if not isinstance(drafter, str):
-            if not all(hasattr(drafter, name) for name in ("name", "costs", "session")):
+            if not all(hasattr(drafter, name) for name in ("name", "costs", "samples", "session")):
                 raise OptionError(f"drafter={drafter!r}: must be a name or a drafter")
             return (drafter,)
         names = drafters.parse(drafter, draft_model=drafters.MODEL in self._kept)

@@ -135,18 +135,27 @@ class _Step:
     """A draft token on the path that is looked at, and what is left to decide there.
 
     ``reach``: the probability with which the output must get here or further, given the path and what was rejected.
-    ``left``: the distribution of the token that follows, given the same.
+    ``left``: the distribution of the token that follows, given the same. It's asked for while ``chooser`` stands here,
+    if at all: after a token that ends the text there may be none.
     """
 
-    def __init__(self, node: int, reach: float, left: Distribution, children: Sequence[int]) -> None:
-        self.node, self.reach, self.left = node, reach, left
+    def __init__(self, node: int, reach: float, row: Row, chooser: Chooser, children: Sequence[int]) -> None:
+        self.node, self.reach = node, reach
         self.children = iter(children)
+        self._row, self._chooser = row, chooser
+        self._left: Distribution | None = None
+
+    @property
+    def left(self) -> Distribution:
+        if self._left is None:
+            self._left = self._chooser.distribution(self._row)
+        return self._left
 
     def reject(self, drawn_from: Distribution) -> None:
         """Take note that a child, and all after it, is rejected."""
         rest = self.left.less(drawn_from, self.reach)
         if rest.total:
-            self.left, self.reach = rest, rest.total / (rest.total + (1.0 - self.reach))
+            self._left, self.reach = rest, rest.total / (rest.total + (1.0 - self.reach))
         elif self.reach < 1:
             self.reach = 0.0
 
@@ -156,11 +165,11 @@ def block(draft: Draft, rows: Sequence[Row], chooser: Chooser, dice: Dice) -> It
 
     Decides on a path as a whole, from its end: a token may make up for one before it that was less likely than drafted,
     so that more tokens stand than by :func:`rejection`. On trees this is traversal verification (2505.12398): leaves
-    first, then their siblings, then the parent. All rows of the path are needed, those of tokens that don't stand too.
+    first, then their siblings, then the parent. Rows of tokens that don't stand are looked at too.
     """
     assert draft.distributions is not None
     children = _children(draft)
-    path = [_Step(-1, 1.0, chooser.distribution(rows[0]), children[-1])]
+    path = [_Step(-1, 1.0, rows[0], chooser, children[-1])]
     while True:
         step = path[-1]
         child = next(step.children, None)
@@ -169,7 +178,7 @@ def block(draft: Draft, rows: Sequence[Row], chooser: Chooser, dice: Dice) -> It
             reach = min(1.0, step.reach * step.left.probability(token) / drawn_from.probability(token))
             if reach:
                 chooser.take(token)
-                path.append(_Step(child, reach, chooser.distribution(rows[child + 1]), children[child]))
+                path.append(_Step(child, reach, rows[child + 1], chooser, children[child]))
             else:
                 step.reject(drawn_from)
         elif dice.accepts(step.reach, step.node):

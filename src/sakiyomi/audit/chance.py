@@ -7,14 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sakiyomi.distribution import Distribution
 
-_EDGES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64, 128)  # where cells end, in the order of the likeliest tokens
-_CELLS = len(_EDGES) + 1
-_LEAST_VARIANCE = 5.0  # of a cell's count: the normal approximation behind chi-square needs some
 POWER = 0.9
+_LEAST_VARIANCE = 10.0  # of a cell's count: with less, p-values near 0 come too often
+_PLACES = np.array((1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64, 128))  # where cells end, in the order of likeliness
+_RANGES = np.array((256, 2048, 16384))  # and of ids, which grow as tokens become rarer
+
+Cells = Callable[[int, Distribution], tuple[int, npt.NDArray[np.float64]]]
+"""Returns the cell of a token, and the probability of every cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +28,9 @@ class ChiSquare:
     ``draws``: how many were counted; 0 where they leave nothing to test.
     """
 
-    statistic: float
-    freedom: int
-    draws: int
+    statistic: float = 0.0
+    freedom: int = 0
+    draws: int = 0
 
     @property
     def p_value(self) -> float:
@@ -36,8 +40,9 @@ class ChiSquare:
     def visible(self, significance: float) -> float | None:
         """Return the error, in total variation over the cells, that would be found with a probability of POWER.
 
-        Of an error that is the same in all draws, and spread in the way that is hardest to see: a total variation of d
-        moves the statistic by at least 4 d^2 for each draw (Cauchy-Schwarz). None where it can't be seen at all.
+        Of an error that is the same in all draws, and spread over the cells in the way that is hardest to see: a total
+        variation of d moves the statistic by at least 4 d^2 for each draw (Cauchy-Schwarz). An error within cells isn't
+        seen at all. None where none can be seen.
         """
         if not self.freedom:
             return None
@@ -45,47 +50,78 @@ class ChiSquare:
         return error if error < 1 else None
 
     def __add__(self, other: ChiSquare) -> ChiSquare:
+        """Return the test of both, which are independent if all is right."""
         return ChiSquare(self.statistic + other.statistic, self.freedom + other.freedom, self.draws + other.draws)
+
+
+def by_place(token: int, distribution: Distribution) -> tuple[int, npt.NDArray[np.float64]]:
+    """Tell tokens apart by their place in the order of likeliness: the first eight, then stretches of places."""
+    weights = distribution.weights
+    likeliest = np.arange(weights.size)
+    if weights.size > _PLACES[-1]:
+        likeliest = np.sort(np.argpartition(weights, -_PLACES[-1])[-_PLACES[-1] :])
+    likeliest = likeliest[np.argsort(-weights[likeliest], kind="stable")]
+    ids = likeliest if distribution.ids is None else distribution.ids[likeliest]
+    cells = np.searchsorted(_PLACES, np.arange(likeliest.size), side="right")
+    probabilities = np.bincount(cells, weights[likeliest] / distribution.total, _PLACES.size + 1).astype(np.float64)
+    probabilities[-1] = max(0.0, 1 - probabilities[:-1].sum())
+    (place,) = np.nonzero(ids == token)
+    return int(cells[place[0]]) if place.size else _PLACES.size, probabilities
+
+
+def by_id(token: int, distribution: Distribution) -> tuple[int, npt.NDArray[np.float64]]:
+    """Tell tokens apart by their id: its range, and what is left of it when divided by four."""
+    ids = np.arange(distribution.weights.size) if distribution.ids is None else distribution.ids
+    cells = 4 * np.searchsorted(_RANGES, ids, side="right") + ids % 4
+    probabilities = np.bincount(cells, distribution.weights, 4 * _RANGES.size + 4).astype(np.float64)
+    probabilities /= distribution.total
+    return 4 * int(np.searchsorted(_RANGES, token, side="right")) + token % 4, probabilities
 
 
 class Counts:
     """Draws, each from a distribution of its own that may depend on the draws before it.
 
-    A cell is a place in the order of a distribution's tokens, likeliest first, or a stretch of such places. The excess
-    of what was drawn over what was expected is a martingale, whose covariance is the sum of the draws' own.
+    The excess of what was drawn over what was expected is a martingale, whose covariance is the sum of the draws' own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cells: Cells) -> None:
+        self._cells = cells
         self._draws = 0
-        self._excess, self._covariance = np.zeros(_CELLS), np.zeros((_CELLS, _CELLS))
+        self._excess, self._covariance = np.zeros(1), np.zeros((1, 1))
 
     def add(self, token: int, distribution: Distribution) -> None:
         """Count a token that should have been drawn from a distribution."""
-        weights = distribution.weights
-        likeliest = np.arange(weights.size)
-        if weights.size > _EDGES[-1]:
-            likeliest = np.sort(np.argpartition(weights, -_EDGES[-1])[-_EDGES[-1] :])
-        likeliest = likeliest[np.argsort(-weights[likeliest], kind="stable")]
-        ids = likeliest if distribution.ids is None else distribution.ids[likeliest]
-        cell = np.searchsorted(_EDGES, np.arange(likeliest.size), side="right")
-        probabilities = np.bincount(cell, weights[likeliest] / distribution.total, _CELLS)
-        probabilities[-1] = max(0.0, 1 - probabilities[:-1].sum())
-        drawn = np.flatnonzero(ids == token)
+        cell, probabilities = self._cells(token, distribution)
+        if not self._draws:
+            self._excess, self._covariance = np.zeros(probabilities.size), np.zeros((probabilities.size,) * 2)
         self._draws += 1
         self._excess -= probabilities
-        self._excess[cell[drawn[0]] if drawn.size else -1] += 1
+        self._excess[cell] += 1
         self._covariance += np.diag(probabilities) - np.outer(probabilities, probabilities)
 
     def test(self) -> ChiSquare:
-        """Return the test of all that was counted. Cells that vary too little are pooled with the last."""
-        kept = np.flatnonzero(self._covariance.diagonal()[:-1] >= _LEAST_VARIANCE)
-        if not kept.size:
-            return ChiSquare(0.0, 0, 0)
-        # Cells whose probabilities always add up to 1 are one too many.
-        values, vectors = np.linalg.eigh(self._covariance[np.ix_(kept, kept)])
+        """Return the test of all that was counted. Neighbouring cells are pooled until each varies enough."""
+        groups = self._groups()
+        covariance = groups @ self._covariance @ groups.T
+        # What is left over is the last group, or varies too little; of groups that add up to 1 one is too many.
+        enough = covariance.diagonal() >= _LEAST_VARIANCE
+        if not enough.any():
+            return ChiSquare()
+        values, vectors = np.linalg.eigh(covariance[np.ix_(enough, enough)])
         sure = values > 0.01 * values.max()
-        scaled = (vectors[:, sure].T @ self._excess[kept]) ** 2 / values[sure]
+        scaled = (vectors[:, sure].T @ (groups @ self._excess)[enough]) ** 2 / values[sure]
         return ChiSquare(float(scaled.sum()), int(sure.sum()), self._draws)
+
+    def _groups(self) -> npt.NDArray[np.float64]:
+        """Return which cells are pooled: [groups, cells], 0 or 1."""
+        groups: list[npt.NDArray[np.float64]] = []
+        group = np.zeros(self._excess.size)
+        for cell in range(self._excess.size):
+            group[cell] = 1
+            if group @ self._covariance @ group >= _LEAST_VARIANCE:
+                groups.append(group)
+                group = np.zeros(self._excess.size)
+        return np.array([*groups, group])
 
 
 def tail(statistic: float, freedom: int) -> float:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from sakiyomi.audit.chance import ChiSquare, Counts
+from sakiyomi.audit.chance import ChiSquare, Counts, by_id, by_place
+from sakiyomi.distribution import Distribution
 from sakiyomi.drafters.model import ModelDrafter, ModelSession
 from sakiyomi.drafting import Source
 from sakiyomi.engine import Engine
-from sakiyomi.interfaces import Draft, Drafter, Verification, Work
-from sakiyomi.policy import Checked, FixedPolicy
-from sakiyomi.sampling import SamplingParams
+from sakiyomi.interfaces import Draft, Verification, Work
+from sakiyomi.llm import Speculation
+from sakiyomi.policy import Checked
+from sakiyomi.sampling import Chooser, SamplingParams
 
-POSITIONS = 5  # tokens of a run
-DRAFTED = 3  # of them at a time
+DRAFTED = 3  # tokens in a row, where the audit itself says how many
 CONTEXT = 32  # the last tokens of a prompt, after which texts begin: a long one would take its time in every run
-OTHER_TEMPERATURE = 1.5
+_OTHER = 1.5  # times the temperature
+_HOTTEST = 1e6
 
 
 class Itself(ModelDrafter):
@@ -26,19 +29,22 @@ class Itself(ModelDrafter):
 
     def session(self, prompt: Sequence[int], params: SamplingParams, sampled: bool = False) -> ModelSession:
         """Begin a sequence with these token ids."""
-        return super().session(prompt, replace(params, temperature=OTHER_TEMPERATURE * params.temperature), sampled)
+        return super().session(prompt, replace(params, temperature=min(_OTHER * params.temperature, _HOTTEST)), sampled)
 
 
 class AllOfIt:
     """A policy that checks all that the first drafter proposes, branches too."""
 
-    def session(self, sources: Sequence[Source]) -> AllOfIt:
-        """Begin a sequence: it keeps nothing but the drafter."""
-        made = AllOfIt()
-        made._source = sources[0]
-        return made
+    def session(self, sources: Sequence[Source]) -> AllOfItSession:
+        """Begin a sequence with these drafters."""
+        return AllOfItSession(sources[0])
 
-    _source: Source
+
+class AllOfItSession:
+    """The policy on one sequence."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
 
     def draft(self, left: int, context: int, rows: int, sequences: int) -> Draft:
         """Return what the drafter proposes."""
@@ -48,68 +54,76 @@ class AllOfIt:
         """Learn nothing."""
 
 
-@dataclass(frozen=True, slots=True)
 class LawCheck:
-    """Sampled runs against the target's own distribution.
+    """Sampled runs against the target's own distribution, as far as they have come.
 
-    ``drafter``: what drafted. ``runs``: each with a seed of its own. ``positions``: the test at each token of a run,
-    over all prompts; ``accepted`` of ``drafted`` tokens stood.
+    ``drafter``: what drafts. ``tokens``: of a run. ``runs``: each had a seed of its own. ``accepted`` of ``drafted``
+    tokens stood. ``errors``: of drafters that failed.
     """
 
-    verification: Verification
-    drafter: str
-    runs: int
-    positions: tuple[ChiSquare, ...]
-    drafted: int
-    accepted: int
+    def __init__(self, verification: Verification, drafter: str, tokens: int) -> None:
+        self.verification, self.drafter, self.tokens = verification, drafter, tokens
+        self.runs = self.drafted = self.accepted = 0
+        self.errors: list[str] = []
+        self._places: dict[tuple[int, int], Counts] = {}  # by prompt and position
+        self._all, self._ids = Counts(by_place), Counts(by_id)
 
     @property
-    def tested(self) -> bool:
-        """Whether there was anything to test: drafts, and tokens that the target leaves to chance."""
-        return self.drafted > 0 and self.together.freedom > 0
+    def tests(self) -> dict[str, ChiSquare]:
+        """Tests of the same draws: each position of each prompt apart, all by likeliness, all by id."""
+        return {
+            "positions": sum((each.test() for each in self._places.values()), start=ChiSquare()),
+            "likeliness": self._all.test(),
+            "ids": self._ids.test(),
+        }
 
-    @property
-    def together(self) -> ChiSquare:
-        """The test of all positions."""
-        return sum(self.positions, start=ChiSquare(0.0, 0, 0))
+    def p_value(self) -> float:
+        """Return the lowest p-value of the tests."""
+        return min(each.p_value for each in self.tests.values())
 
+    def visible(self, significance: float) -> float | None:
+        """Return the shift between likelier and less likely tokens that would be found; see ChiSquare.visible.
 
-def check_law(
-    engine: Engine,
-    drafter: Drafter,
-    verification: Verification,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    runs: int,
-    step: Callable[[str], None],
-) -> LawCheck:
-    """Run the engine with many seeds, and test each token against the target's distribution at its place.
+        None where there is nothing to see: no drafts, or a target that leaves too little to chance.
+        """
+        return self._all.test().visible(significance) if self.drafted else None
 
-    Each text begins after the end of a prompt.
+    def run(
+        self,
+        engine: Engine,
+        settings: Sequence[Speculation],
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        runs: int,
+        step: Callable[[str], None],
+    ) -> None:
+        """Run the engine with many seeds, and count each token against the target's distribution at its place.
 
-    ``params``: must sample. Every other run checks drafts with branches. The distributions come from forwards of their
-    own, over the finished text.
-    """
-    counts = [[Counts() for _ in range(POSITIONS)] for _ in prompts]
-    drafted = accepted = 0
-    prompts = [prompt[-CONTEXT:] for prompt in prompts]
-    references = [_Reference(engine, prompt, params) for prompt in prompts]
-    for run in range(runs):
-        which = run % len(prompts)
-        seeded = replace(params, seed=(params.seed + run) % 2**63, max_new_tokens=POSITIONS, min_new_tokens=0)
-        policy = AllOfIt() if run // len(prompts) % 2 else FixedPolicy(DRAFTED)
-        request = engine.request(prompts[which], seeded, [drafter], policy, verification)
-        text: list[int] = []
-        for chunk in engine.run(request):
-            text.extend(chunk.token_ids)
-            drafted += chunk.record.drafted
-            accepted += chunk.record.accepted
-        references[which].count(text, counts[which])
-        step(f"{verification}, seed {seeded.seed}")
-    positions = tuple(
-        sum((of_prompt[i].test() for of_prompt in counts), start=ChiSquare(0.0, 0, 0)) for i in range(POSITIONS)
-    )
-    return LawCheck(verification, drafter.name, runs, positions, drafted, accepted)
+        ``params``: must sample. Runs take the settings in turn, and begin after the ends of the prompts in turn. The
+        distributions come from forwards of their own, over the finished text.
+        """
+        params = replace(params, max_new_tokens=self.tokens, min_new_tokens=min(params.min_new_tokens, self.tokens))
+        room = engine.target.context_length - self.tokens
+        prompts = [prompt[-max(1, min(CONTEXT, room)) :] for prompt in prompts]
+        references = [_Reference(engine, prompt, params) for prompt in prompts]
+        for run in range(runs):
+            which, setting = run % len(prompts), settings[run // len(prompts) % len(settings)]
+            seeded = replace(params, seed=(params.seed + run) % 2**63)
+            request = engine.request(prompts[which], seeded, setting.drafters, setting.policy, self.verification)
+            text: list[int] = []
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # the records have them
+                for chunk in engine.run(request):
+                    text.extend(chunk.token_ids)
+                    self.drafted += chunk.record.drafted
+                    self.accepted += chunk.record.accepted
+                    self.errors.extend(chunk.record.errors)
+            for position, (token, distribution) in enumerate(references[which].distributions(text)):
+                place = self._places.setdefault((which, position), Counts(by_place))
+                for counts in (place, self._all, self._ids):
+                    counts.add(token, distribution)
+            self.runs += 1
+            step(f"{self.verification}, seed {seeded.seed}")
 
 
 class _Reference:
@@ -117,7 +131,7 @@ class _Reference:
 
     def __init__(self, engine: Engine, prompt: Sequence[int], params: SamplingParams) -> None:
         self._target = engine.target
-        self._chooser = engine.request(prompt, params).chooser
+        self._chooser: Chooser = engine.request(prompt, params).chooser
         self._sequence = engine.target.new_sequence()
         self._last = prompt[-1]
         self._length = len(prompt) - 1
@@ -125,11 +139,13 @@ class _Reference:
             rows = prompt[start : min(start + self._target.max_rows, self._length)]
             self._target.forward([Work(self._sequence, rows, None, 0)])
 
-    def count(self, text: Sequence[int], counts: Sequence[Counts]) -> None:
-        """Count the tokens of a text, each at its place."""
+    def distributions(self, text: Sequence[int]) -> list[tuple[int, Distribution]]:
+        """Return the tokens of a text, each with the distribution that it should have been drawn from."""
         (output,) = self._target.forward([Work(self._sequence, [self._last, *text[:-1]], None, len(text))])
         self._sequence.truncate(self._length)
-        for token, row, place in zip(text, output.logits.float().numpy(), counts, strict=False):
-            place.add(token, self._chooser.distribution(row))
+        found = []
+        for token, row in zip(text, output.logits.float().numpy(), strict=True):
+            found.append((token, self._chooser.distribution(row)))
             self._chooser.take(token)
         self._chooser.forget(len(text))
+        return found

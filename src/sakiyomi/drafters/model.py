@@ -32,6 +32,7 @@ class DraftModel:
     """
 
     name = "model"
+    samples = True
 
     def __init__(self, model: Target, costs: Costs | None = None, eos_ids: Collection[int] = ()) -> None:
         self.model = model

@@ -20,6 +20,7 @@ class NgramDrafter:
 
     name = "ngram"
     costs = None
+    samples = False
 
     def __init__(self, *, max_ngram: int = 4, min_ngram: int = 1, reference: Sequence[int] = ()) -> None:
         if not 1 <= min_ngram <= max_ngram:
@@ -39,7 +40,6 @@ class NgramSession:
     """The lookup state of one sequence."""
 
     unread = 0
-    sampled = False
 
     def __init__(self, name: str, own: NgramIndex, reference: NgramIndex) -> None:
         self._name, self._own, self._reference = name, own, reference

@@ -2,7 +2,7 @@
 
 Two ways. *common*: draft in the tokens that both have, each drawn from the draft model's logits for them. *text*: draft
 text, and propose its tokens in the target's tokenizer. In both, the draft model reads the target's tokens as text in
-its own tokens. Nothing here can change the output: the target accepts only what it chose itself.
+its own tokens.
 """
 
 from __future__ import annotations
@@ -224,6 +224,7 @@ class TextDrafter(DraftModel):
     """
 
     way = "text"
+    samples = False  # of text that was encoded again the distribution isn't known
 
     def __init__(
         self,
@@ -250,12 +251,7 @@ class TextDrafter(DraftModel):
 
 
 class TextSession:
-    """A draft model with another tokenizer beside one sequence, drafting text.
-
-    Of text that was encoded again the distribution isn't known, so that its tokens are never samples.
-    """
-
-    sampled = False
+    """A draft model with another tokenizer beside one sequence, drafting text."""
 
     def __init__(self, drafter: TextDrafter, prompt: Sequence[int], params: SamplingParams, own_noise: bool) -> None:
         self._drafter, self._params, self._own_noise = drafter, params, own_noise

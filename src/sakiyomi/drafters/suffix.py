@@ -37,6 +37,7 @@ class SuffixDrafter:
 
     name = "suffix"
     costs = None
+    samples = False
 
     def __init__(
         self,
@@ -128,7 +129,6 @@ class SuffixSession:
     """The state of one sequence: its own trie, and its output's place in the shared one."""
 
     unread = 0
-    sampled = False
 
     def __init__(
         self, name: str, depth: int, prompt: Sequence[int], shared: SuffixTrie, drafting: dict[str, Any]
