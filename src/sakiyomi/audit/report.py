@@ -169,13 +169,12 @@ def _table(audit: Audit) -> Table:
         title=f"Acceptance, sampled at temperature {audit.params.temperature:g}",
         title_justify="left",
         box=box.SIMPLE_HEAD,
-        padding=0,
         pad_edge=False,
     )
     table.add_column("case", overflow="fold", min_width=22)
-    headers = ["accepted /\ndrafted", "accepted /\nreached", "tokens\n/call"]
+    headers = ["of\ndrafted", "of\nreached", "tokens\n/call"]
     if audit.expected:
-        headers += ["expected\n/call", "and speed-up\nrows free", "\nrows priced"]
+        headers += ["expected\n/call", "rows\nfree", "rows\npriced"]
     for header in headers:
         table.add_column(header, justify="right", overflow="fold")
     for case in audit.cases:
@@ -211,12 +210,12 @@ def _notes(audit: Audit) -> Iterator[str]:
         yield (
             "The price of the same text with the same seed, in tokens per target call: "
             + ", ".join(f"{_number(value)} {way}" for way, value in ways.items())
-            + ". It is paid only where drafts are sampled: elsewhere the three ways are one."
+            + " (the errors are in the table). It is paid only where drafts are sampled: elsewhere the three are one."
         )
     if audit.expected:
         yield (
-            "Expected: what that acceptance makes of each round, and of the time if checking more rows were free "
-            "(Leviathan et al., theorem 3.8), and with costs as they were measured."
+            "Expected: tokens per call if each draft token that is reached stands as often as that; then the speed-up "
+            "that follows if checking more rows were free (Leviathan et al., theorem 3.8), and at their measured price."
         )
 
 
