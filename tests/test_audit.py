@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from conftest import VOCAB, byte_tokenizer
-from sakiyomi.audit import Audit, identity, law, rows, run_audit
+from sakiyomi.audit import Audit, identity, law, price, rows, run_audit
 from sakiyomi.audit.chance import POWER, ChiSquare, Counts, by_id, by_place, noncentrality, tail
 from sakiyomi.audit.report import as_dict, render, verdict
 from sakiyomi.bench.runner import Candidate
@@ -231,6 +231,29 @@ def test_the_limits_of_a_text_are_tested_with_it(llm):
     assert check.tests["likeliness"].freedom > 0
 
 
+def test_the_price_is_that_of_the_distributions(llm):
+    """Against both distributions worked out by hand, on every position of a text."""
+    ids = llm.encode(PROMPTS[0].text)
+    plain = llm.generate(ids, SAMPLED, drafter=None).token_ids
+    found = price.measure_price(llm.engine, law.Itself(llm.target, VOCAB), ids, SAMPLED, plain)
+    assert found.positions == len(plain)
+    most, apart = [], []
+    (output,) = llm.target.forward([Work(llm.target.new_sequence(), [*ids, *plain], None, len(plain) + 1)])
+    for row in output.logits.numpy()[:-1]:
+        laws = []
+        for temperature in (SAMPLED.temperature, 1.5 * SAMPLED.temperature):
+            kept = np.where(row >= np.sort(row)[-SAMPLED.top_k], np.exp((row - row.max()) / temperature), 0.0)
+            laws.append(kept / kept.sum())
+        most.append(np.minimum(*laws).sum())
+        apart.append(laws[0] @ laws[1])
+    assert found.rejection == pytest.approx(np.mean(most), rel=1e-4)
+    assert found.apart == pytest.approx(np.mean(apart), rel=1e-4)
+    assert found.apart < found.coupled < found.rejection + 0.1
+    both = found + price.Price("itself", 3 * found.positions)
+    assert (both.positions, both.rejection) == (4 * found.positions, pytest.approx(found.rejection / 4))
+    assert (price.Price("x") + price.Price("x")).positions == 0
+
+
 # All of it
 
 
@@ -249,6 +272,8 @@ def test_an_audit_of_what_is_right_passes_and_says_what_it_tested(llm):
         ("rejection", "itself", 200),
         ("block", "itself", 200),
     ]
+    assert list(audit.prices) == ["itself"]
+    assert 12 < audit.prices["itself"].positions <= 24
     assert set(audit.expected) == {"itself k=3", "itself k=3 rejection", "itself k=3 block"}
     shown = text(audit)
     for part in (
@@ -352,7 +377,7 @@ def test_an_interrupt_keeps_what_was_found(llm):
         assert (audit.partial, audit.verdict) == (True, "interrupted")
         assert len(audit.rows) == min(stop_at, 2 * rows.checks_per_context())
         assert (audit.outputs > 0) == (stop_at > 34)
-        assert [law.runs for law in audit.laws] == ([20] if stop_at == 80 else [])
+        assert [law.runs for law in audit.laws] == ([18] if stop_at == 80 else [])
         assert "INTERRUPTED" in text(audit)
 
 

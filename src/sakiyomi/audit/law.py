@@ -105,7 +105,7 @@ class LawCheck:
         params = replace(params, max_new_tokens=self.tokens, min_new_tokens=min(params.min_new_tokens, self.tokens))
         room = engine.target.context_length - self.tokens
         prompts = [prompt[-max(1, min(CONTEXT, room)) :] for prompt in prompts]
-        references = [_Reference(engine, prompt, params) for prompt in prompts]
+        references = [Reference(engine, prompt, params) for prompt in prompts]
         for run in range(runs):
             which, setting = run % len(prompts), settings[run // len(prompts) % len(settings)]
             seeded = replace(params, seed=(params.seed + run) % 2**63)
@@ -126,7 +126,7 @@ class LawCheck:
             step(f"{self.verification}, seed {seeded.seed}")
 
 
-class _Reference:
+class Reference:
     """The target's own distributions after a prompt."""
 
     def __init__(self, engine: Engine, prompt: Sequence[int], params: SamplingParams) -> None:

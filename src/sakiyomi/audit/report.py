@@ -89,6 +89,7 @@ def as_dict(audit: Audit, facts: Facts | None = None) -> dict[str, object]:
             "context": CONTEXT,
             "tests": [_law_dict(each, audit.threshold) for each in audit.laws],
         },
+        "price": [asdict(price) for price in audit.prices.values()],
         "acceptance": [_case_dict(case, audit) for case in audit.cases if case.stats],
         "drafter_errors": list(dict.fromkeys((*audit.errors, *(error for law in audit.laws for error in law.errors)))),
         "skipped": [asdict(each) for each in audit.skipped],
@@ -200,32 +201,20 @@ def _cells(case: Case, audit: Audit) -> tuple[str, ...]:
 
 
 def _notes(audit: Audit) -> Iterator[str]:
-    """Yield what the table says about the price of the same text, and how to read it."""
-    ways = {
-        case.verification: case.acceptance().tokens_per_target_call
-        for case in audit.cases
-        if case.stats and case.num_speculative_tokens is not None and _base(case) in _sampling(audit)
-    }
-    if len(ways) == 3:
-        yield (
-            "The price of the same text with the same seed, in tokens per target call: "
-            + ", ".join(f"{_number(value)} {way}" for way, value in ways.items())
-            + " (the errors are in the table). It is paid only where drafts are sampled: elsewhere the three are one."
-        )
+    """Yield the price of the same text, and how to read the table."""
+    for name, price in audit.prices.items():
+        if price.positions:
+            yield (
+                f"The price of the same text with the same seed, along {price.positions} sampled tokens: of what {name} "
+                f"would draft next coupled accepts {price.coupled:.1%}, and rejection, the most that is possible of one "
+                f"token, {price.rejection:.1%} (drawn apart, {price.apart:.1%} would be the same). Where nothing is "
+                "sampled, coupled, rejection and block are one."
+            )
     if audit.expected:
         yield (
             "Expected: tokens per call if each draft token that is reached stands as often as that; then the speed-up "
             "that follows if checking more rows were free (Leviathan et al., theorem 3.8), and at their measured price."
         )
-
-
-def _sampling(audit: Audit) -> set[str]:
-    """Return the drafters whose cases were audited with each way to verify."""
-    return {_base(case) for case in audit.cases if case.verification != "coupled"}
-
-
-def _base(case: Case) -> str:
-    return case.name.removesuffix(f" {case.verification}")
 
 
 def _wrote(text: str | None) -> str:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from sakiyomi.audit.identity import Difference, describe
 from sakiyomi.audit.law import DRAFTED, AllOfIt, Itself, LawCheck
+from sakiyomi.audit.price import Price, measure_price
 from sakiyomi.audit.rows import RowsCheck, check_rows, checks_per_context
 from sakiyomi.bench.runner import Candidate, Progress, Skipped
 from sakiyomi.bench.workload import Prompt
@@ -74,8 +75,8 @@ class Audit:
     """What was tested and found so far. ``partial``: it was interrupted before all was tested.
 
     ``outputs``, of ``tokens`` in all, were compared with plain decoding's, ``greedy`` of them greedy; ``drafted`` and
-    ``accepted`` draft tokens were in them. ``expected``: of each case the speed to expect. ``errors``: of drafters
-    that failed and were left out.
+    ``accepted`` draft tokens were in them. ``prices``: of the drafters that sample, by name. ``expected``: of each case
+    the speed to expect. ``errors``: of drafters that failed and were left out.
     """
 
     exactness: Exactness
@@ -90,6 +91,7 @@ class Audit:
     differences: list[Difference] = field(default_factory=list)
     rows: list[RowsCheck] = field(default_factory=list)
     laws: list[LawCheck] = field(default_factory=list)
+    prices: dict[str, Price] = field(default_factory=dict)
     cases: list[Case] = field(default_factory=list)
     expected: dict[str, Expected] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
@@ -161,10 +163,15 @@ def run_audit(
     itself = Itself(llm.target, llm.target.vocab_size, costs=llm.costs(), eos_ids=llm.tokenizer.eos_ids)
     audit.cases = _cases(llm, candidates, itself)
     laws = _laws(audit.cases, itself) if runs else []
+    samplers = {each.name: each for case in audit.cases for each in case.sampled.drafters if each.samples}
     by_length = sorted(encoded.values(), key=len)
     shortest = by_length[: min(MOST_PROMPTS, max(1, runs // LEAST_RUNS))]
     contexts = by_length[:1] + by_length[1:][-1:]
-    total = 2 * len(encoded) * (1 + len(audit.cases)) + len(contexts) * checks_per_context() + len(laws) * runs
+    total = (
+        len(encoded) * (2 * (1 + len(audit.cases)) + len(samplers))
+        + len(contexts) * checks_per_context()
+        + len(laws) * runs
+    )
     done = 0
 
     def step(what: str) -> None:
@@ -179,7 +186,11 @@ def run_audit(
                 audit.rows.append(check)
                 step(f"{check.rows} rows after {check.context} tokens")
         for prompt_id, ids in encoded.items():
-            _compare(llm, prompt_id, ids, audit, step)
+            text = _compare(llm, prompt_id, ids, audit, step)
+            for name, drafter in samplers.items():
+                price = measure_price(llm.engine, drafter, ids, params, text)
+                audit.prices[name] = audit.prices.get(name, Price(name)) + price
+                step(f"{prompt_id}, {name} along the text")
         for law, settings in laws:
             audit.laws.append(law)
             law.run(llm.engine, settings, shortest, params, runs, step)
@@ -251,8 +262,11 @@ def _laws(cases: Sequence[Case], itself: Itself) -> list[tuple[LawCheck, list[Sp
     return laws
 
 
-def _compare(llm: LLM, prompt_id: str, ids: list[int], audit: Audit, step: Callable[[str], None]) -> None:
-    """Answer a prompt by plain decoding and in every case, greedy and sampled, and compare."""
+def _compare(llm: LLM, prompt_id: str, ids: list[int], audit: Audit, step: Callable[[str], None]) -> tuple[int, ...]:
+    """Answer a prompt by plain decoding and in every case, greedy and sampled, and compare.
+
+    Returns the text of plain decoding, sampled.
+    """
     for params in (replace(audit.params, temperature=0.0), audit.params):
         greedy = params.temperature == 0
         plain = llm.generate(ids, params, drafter=None)
@@ -274,3 +288,4 @@ def _compare(llm: LLM, prompt_id: str, ids: list[int], audit: Audit, step: Calla
                 found = describe(llm.engine, llm.tokenizer, ids, params, plain.token_ids, tokens, prompt_id, name)
                 audit.differences.extend([found] if found else [])
             step(f"{prompt_id}, {case.name}")
+    return plain.token_ids
