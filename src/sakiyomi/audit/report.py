@@ -205,10 +205,10 @@ def _notes(audit: Audit) -> Iterator[str]:
     for name, price in audit.prices.items():
         if price.positions:
             yield (
-                f"The price of the same text with the same seed, along {price.positions} sampled tokens: of what {name} "
-                f"would draft next coupled accepts {price.coupled:.1%}, and rejection, the most that is possible of one "
-                f"token, {price.rejection:.1%} (drawn apart, {price.apart:.1%} would be the same). Where nothing is "
-                "sampled, coupled, rejection and block are one."
+                f"The price of the same text with the same seed, along {price.positions} sampled tokens: of the tokens "
+                f"that {name} would draft next, coupled accepts {price.coupled:.1%}, and rejection, the most that any "
+                f"way can of a single one, {price.rejection:.1%} (drawn apart, {price.apart:.1%} would be the same). "
+                "Where nothing is sampled, coupled, rejection and block are one."
             )
     if audit.expected:
         yield (
