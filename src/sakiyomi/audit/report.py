@@ -208,7 +208,7 @@ def _notes(audit: Audit) -> Iterator[str]:
                 f"The price of the same text with the same seed, along {price.positions} sampled tokens: of the tokens "
                 f"that {name} would draft next, coupled accepts {price.coupled:.1%}, and rejection, the most that any "
                 f"way can of a single one, {price.rejection:.1%} (drawn apart, {price.apart:.1%} would be the same). "
-                "Where nothing is sampled, coupled, rejection and block are one."
+                "In the table each way writes texts of its own. Where nothing is sampled, the three ways are one."
             )
     if audit.expected:
         yield (
