@@ -458,7 +458,7 @@ def test_samples_go_through_all_that_the_targets_do(weak, through, way):
     else:
         drafter = CommonDrafter(weak, tokenizer, tokenizer, VOCAB)
     session = drafter.session(PROMPT, params, True)
-    assert session.sampled
+    assert drafter.samples
     written = list(PROMPT)
     differs = siblings = 0
     for _ in range(8):
@@ -492,7 +492,7 @@ def test_samples_go_through_all_that_the_targets_do(weak, through, way):
 
 
 def test_a_draft_that_fails_leaves_its_session_as_it_was(weak):
-    """Protects the roll-back of the draft's own chooser, where the model or ``go_on`` raises in the middle."""
+    """Protects the roll-back of the chooser where the model or ``go_on`` raises, and what was drawn till then."""
     params = SamplingParams(temperature=0.9, seed=5, **THROUGH["all"])
 
     class Failing:
@@ -511,9 +511,16 @@ def test_a_draft_that_fails_leaves_its_session_as_it_was(weak):
     drafter = ModelDrafter(model, VOCAB)
     session, written = drafter.session(PROMPT, params, True), list(PROMPT)
     for turn in range(6):
-        model.after = turn % 3
+        fresh = drafter.session(PROMPT, params, True)
+        fresh.observe(written[len(PROMPT) :])
+        whole = fresh.propose(4)
+        model.after = 0
         with pytest.raises(MemoryError):
             session.propose(4)
+        model.after = 1 + turn % 3
+        part = session.propose(4)
+        assert 0 < len(part) < len(whole)
+        assert part.tokens == whole.tokens[: len(part)]
         model.after = 10**9
         answers = iter([True] * (turn % 3))
         with pytest.raises(StopIteration):

@@ -40,6 +40,12 @@ Model = Annotated[
         "--model", "-m", help="A known name (smollm2-135m), a Hugging Face folder, a hub id, or a .gguf file."
     ),
 ]
+Workload = Annotated[
+    Path | None,
+    typer.Option(help='JSON lines, each {"messages": [...]} or {"prompt": "..."}. Default: 24 built-in prompts.'),
+]
+Category = Annotated[list[str] | None, typer.Option(help="Only this category. Can be repeated.")]
+PerCategory = Annotated[int | None, typer.Option(help="At most this many prompts of each category.")]
 DraftModel = Annotated[
     str | None,
     typer.Option(help="A smaller model to draft with, named as --model is; its tokenizer may be another."),
@@ -369,12 +375,9 @@ def _generation_dict(generation: Any) -> dict[str, Any]:
 )
 def bench(
     model: Model = "smollm2-135m",
-    workload: Annotated[
-        Path | None,
-        typer.Option(help='JSON lines, each {"messages": [...]} or {"prompt": "..."}. Default: 24 built-in prompts.'),
-    ] = None,
-    category: Annotated[list[str] | None, typer.Option(help="Only this category. Can be repeated.")] = None,
-    per_category: Annotated[int | None, typer.Option(help="At most this many prompts of each category.")] = None,
+    workload: Workload = None,
+    category: Category = None,
+    per_category: PerCategory = None,
     drafter: Annotated[
         list[str] | None,
         typer.Option(
@@ -469,12 +472,9 @@ def bench(
 )
 def verify(
     model: Model = "smollm2-135m",
-    workload: Annotated[
-        Path | None,
-        typer.Option(help='JSON lines, each {"messages": [...]} or {"prompt": "..."}. Default: 24 built-in prompts.'),
-    ] = None,
-    category: Annotated[list[str] | None, typer.Option(help="Only this category. Can be repeated.")] = None,
-    per_category: Annotated[int | None, typer.Option(help="At most this many prompts of each category.")] = None,
+    workload: Workload = None,
+    category: Category = None,
+    per_category: PerCategory = None,
     drafter: Annotated[
         list[str] | None,
         typer.Option(

@@ -191,10 +191,10 @@ class ModelSession:
 
     def __init__(self, drafter: ModelDrafter, prompt: Sequence[int], params: SamplingParams, sampled: bool) -> None:
         self._drafter = drafter
-        self.sampled = sampled and params.temperature > 0
+        self._sampled = sampled and params.temperature > 0
         self._reader = Reader(drafter)
         self._ends = drafter.ends(params)
-        own = params if self.sampled else replace(params, processors=())
+        own = params if self._sampled else replace(params, processors=())
         self._chooser = Chooser(own, prompt, drafter.vocab_size, self._ends)
         self._ids = list(prompt)  # the sequence, as the draft model reads it
 
@@ -212,8 +212,8 @@ class ModelSession:
     def propose(self, budget: int, go_on: GoOn = always) -> Draft:
         """Return what the draft model would write, at most ``budget`` tokens in a row, with alternatives as leaves.
 
-        ``go_on`` is asked after each token of the main path. An error of the model is raised and leaves the session
-        as it was.
+        ``go_on`` is asked after each token of the main path. An error of the model leaves the session as it was, and is
+        raised, but for one after the first token of a sample, which ends the draft.
         """
         start = self._chooser.position
         try:
@@ -226,13 +226,15 @@ class ModelSession:
         parents: list[int] = []
         main = following = -1  # where the main path ends: its index in the draft, its id in the draft model
         for depth in range(min(budget, self._reader.room(self._ids))):
-            logits = self._reader.append(following) if depth else self._reader.read(self._ids)
             try:
+                logits = self._reader.append(following) if depth else self._reader.read(self._ids)
                 choices = self._choices(logits, start, len(found)) if np.isfinite(logits.max()) else []
-            except Exception as error:
-                if not found and not isinstance(error, OptionError):
+            except OptionError:  # the draft model has none of what is possible here
+                choices = []
+            except Exception:
+                if not (found and self._sampled):
                     raise
-                choices = []  # the draft model has none of what is possible here; what was drawn before is kept
+                choices = []  # what was drawn is kept; if the error persists, the next draft meets it at once
             if not choices:
                 break
             parents.extend([main] * len(choices))
@@ -250,14 +252,14 @@ class ModelSession:
             None if chain else tuple(parents),
             tuple(each.confidence for each in found),
             self._drafter.name,
-            tuple(each.distribution for each in found if each.distribution) if self.sampled else None,
+            tuple(each.distribution for each in found if each.distribution) if self._sampled else None,
         )
 
     def _choices(self, logits: Row, start: int, node: int) -> list[_Choice]:
         """Return what may stand next, in the round that began at ``start``, as draft tokens from ``node`` on."""
         row, share = self._in_target(logits)
         params, count = self._chooser.params, self._drafter.branches
-        if self.sampled:
+        if self._sampled:
             return _sample(self._chooser.distribution(row), draft_seed(params.seed, start), node, count, share)
         found = likely(self._chooser.processed(row), None, params, params.seed, self._chooser.position, count)
         return [_Choice(token, max(share * confidence, LEAST)) for token, confidence in found]
