@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from sakiyomi.interfaces import Target, Work
+from sakiyomi.sampling import host
 
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 33)
 _COARSE_ROWS = (1, 2, 4, 8, 16, 33)
@@ -147,7 +148,7 @@ def measure(target: Target, *, seconds: float = 1.0) -> CostTable:
             pass
         began = time.perf_counter()
         (output,) = target.forward([Work(sequence, tokens, parents, rows)])
-        output.logits.float().numpy().argmax(axis=1)
+        host(output.logits).argmax(axis=1)
         took = time.perf_counter() - began
         sequence.truncate(held)
         return took

@@ -11,19 +11,19 @@ from __future__ import annotations
 import operator
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
 from sakiyomi.drafting import Source, depth, first_path, fitting
 from sakiyomi.errors import OptionError, PolicyError, PromptError
-from sakiyomi.interfaces import Draft, Drafter, RoundRecord, Target, Verification, Work
+from sakiyomi.interfaces import Draft, Drafter, RoundRecord, Target, TargetSequence, Verification, Work
 from sakiyomi.policy import Checked, Policy
 from sakiyomi.sampling import Chooser, SamplingParams
 from sakiyomi.text import TextStream, Tokenizer
-from sakiyomi.verification import method, verify
+from sakiyomi.verification import TokenChooser, method, verify
 
 FinishReason = Literal["eos", "stop", "length", "context", "error"]
 
@@ -56,33 +56,74 @@ class Chunk:
         return tuple(token.id for token in self.tokens)
 
 
+class Ending(Protocol):
+    """Follows one output: which token is its last, and what text is certain by now."""
+
+    def push(self, token: int) -> tuple[str, FinishReason | None]:
+        """Take a token; return the text that it releases, and the reason if the output ends with it."""
+
+    def finish(self) -> str:
+        """Return what text is still held back, when the output ends for another reason."""
+
+
+class TextEnding:
+    """Ends at the model's own end, at stop ids and strings, and at a number of tokens."""
+
+    def __init__(
+        self, params: SamplingParams, prompt: Sequence[int], tokenizer: Tokenizer | None, eos_ids: frozenset[int]
+    ) -> None:
+        self._params, self._eos_ids = params, eos_ids
+        self._text = TextStream(tokenizer, prompt, params.stop) if tokenizer else None
+        self._count = 0
+
+    def push(self, token: int) -> tuple[str, FinishReason | None]:
+        """Take a token; see :class:`Ending`."""
+        self._count += 1
+        text = self._text.push(token) if self._text else ""
+        reason: FinishReason | None = None
+        if token in self._eos_ids:
+            reason = "eos"
+        elif token in self._params.stop_token_ids or (self._text and self._text.stopped):
+            reason = "stop"
+        elif self._count == self._params.max_new_tokens:
+            reason = "length"
+        return text + (self.finish() if reason else ""), reason
+
+    def finish(self) -> str:
+        """Return what text is still held back."""
+        return self._text.finish() if self._text else ""
+
+
 class Request:
-    """One sequence on its way through rounds. Made by :meth:`Engine.request`."""
+    """One sequence on its way through rounds. Made by :meth:`Engine.request`, or with parts of one's own.
+
+    ``sequence``: the target's memory, empty. ``chooser`` stands after the prompt. ``sources`` draft for it as
+    ``policy`` says; None: plain decoding. ``max_new_tokens``: as ``ending`` has it, so that nothing is drafted beyond.
+    """
 
     def __init__(
         self,
-        target: Target,
+        sequence: TargetSequence,
         prompt: Sequence[int],
-        params: SamplingParams,
-        drafters: Sequence[Drafter],
-        policy: Policy | None,
-        tokenizer: Tokenizer | None,
-        verification: Verification,
+        chooser: TokenChooser,
+        ending: Ending,
+        *,
+        max_new_tokens: int,
+        context_length: int,
+        sources: Sequence[Source] = (),
+        policy: Policy | None = None,
+        verification: Verification = "coupled",
     ) -> None:
         self.ids = list(prompt)
         self.prompt_length = len(prompt)
-        self.params = params
         self.finish_reason: FinishReason | None = None
-        self.sequence = target.new_sequence()
-        self._context_length = target.context_length
-        self._eos_ids = frozenset() if params.ignore_eos or tokenizer is None else tokenizer.eos_ids
-        self.chooser = Chooser(params, prompt, target.vocab_size, self._eos_ids)
-        self._text = TextStream(tokenizer, prompt, params.stop) if tokenizer else None
+        self.sequence = sequence
+        self.chooser = chooser
         self.verification = verification
-        # Where nothing is sampled the target's own noise decides, and drafters may use it.
-        sampled = verification != "coupled" and params.temperature > 0 and any(each.samples for each in drafters)
-        self.sources = [Source(each, prompt, params, target.vocab_size, sampled) for each in drafters] if policy else []
+        self.sources = list(sources) if policy else []
         self.policy = policy.session(self.sources) if policy and self.sources else None
+        self._ending = ending
+        self._max_new_tokens, self._context_length = max_new_tokens, context_length
         self._reported: set[str] = set()
 
     @property
@@ -99,7 +140,7 @@ class Request:
         if self.policy is None:
             return Draft()
         room = self._context_length - len(self.ids)
-        left = min(self.params.max_new_tokens - self.generated, room) - 1
+        left = min(self._max_new_tokens - self.generated, room) - 1
         draft = self.policy.draft(left, self.sequence.length, rows, sequences)
         drawn = [each for source in self.sources if (each := source.take_drawn())]
         if any(draft not in (each, first_path(each)) for each in drawn):
@@ -119,17 +160,10 @@ class Request:
     def commit(self, token: int, drafter: str | None) -> Token:
         """Append a token to the output and decide whether it is the last."""
         self.ids.append(token)
-        text = self._text.push(token) if self._text else ""
-        if token in self._eos_ids:
-            self.finish_reason = "eos"
-        elif token in self.params.stop_token_ids or (self._text and self._text.stopped):
-            self.finish_reason = "stop"
-        elif self.generated == self.params.max_new_tokens:
-            self.finish_reason = "length"
-        elif len(self.ids) == self._context_length:
+        text, self.finish_reason = self._ending.push(token)
+        if self.finish_reason is None and len(self.ids) == self._context_length:
             self.finish_reason = "context"
-        if self.finish_reason and self._text:
-            text += self._text.finish()
+            text += self._ending.finish()
         return Token(token, text, drafter)
 
 
@@ -169,7 +203,27 @@ class Engine:
             raise PromptError("prompt: token ids must be integers") from None
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             raise PromptError(f"prompt: token ids must be in 0..{vocab_size - 1}")
-        return Request(self.target, prompt, params, drafters, policy, self._tokenizer, method(verification))
+        way = method(verification)
+        # Where nothing is sampled the target's own noise decides, and drafters may use it.
+        sampled = way != "coupled" and params.temperature > 0 and any(each.samples for each in drafters)
+        return Request(
+            self.target.new_sequence(),
+            prompt,
+            self.chooser(prompt, params),
+            TextEnding(params, prompt, self._tokenizer, self._eos_ids(params)),
+            max_new_tokens=params.max_new_tokens,
+            context_length=self.target.context_length,
+            sources=[Source(each, prompt, params, vocab_size, sampled) for each in drafters] if policy else [],
+            policy=policy,
+            verification=way,
+        )
+
+    def chooser(self, prompt: Sequence[int], params: SamplingParams) -> Chooser:
+        """Return what chooses the tokens after a prompt. Raises OptionError."""
+        return Chooser(params, prompt, self.target.vocab_size, self._eos_ids(params))
+
+    def _eos_ids(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset() if params.ignore_eos or self._tokenizer is None else self._tokenizer.eos_ids
 
     def run(self, request: Request) -> Iterator[Chunk]:
         """Yield one request's chunks until it is finished. Warns of a drafter that fails, once."""
@@ -180,6 +234,22 @@ class Engine:
             yield chunk
             for error in chunk.record.errors:
                 warnings.warn(f"a drafter failed, the answer goes on without it: {error}", RuntimeWarning, stacklevel=2)
+
+    def run_together(self, requests: Iterable[Request], at_once: int) -> Iterator[tuple[int, Chunk | Exception]]:
+        """Yield (index of the request, its chunk) until all are finished, with ``at_once`` of them in every round.
+
+        A request that ends leaves, the next one joins; one that fails yields its error, and the others go on.
+        """
+        waiting = enumerate(requests)
+        running: dict[int, Request] = {}
+        while True:
+            while len(running) < at_once and (following := next(waiting, None)) is not None:
+                running[following[0]] = following[1]
+            if not running:
+                return
+            chunks = list(zip(running, self.round(list(running.values())), strict=True))
+            running = {index: request for index, request in running.items() if request.finish_reason is None}
+            yield from chunks
 
     def round(self, requests: Sequence[Request]) -> list[Chunk | Exception]:
         """Run one round of unfinished requests together and return what each gained.

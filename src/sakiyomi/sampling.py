@@ -26,6 +26,12 @@ _LARGEST_BIAS = 1e6
 LogitsProcessor = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
 
 
+def host(logits: torch.Tensor) -> npt.NDArray[np.float32]:
+    """Return logits, of any dtype on any device, as float32 in the processor's memory."""
+    rows: npt.NDArray[np.float32] = logits.float().cpu().numpy()
+    return rows
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the target chooses its tokens, and when it stops.

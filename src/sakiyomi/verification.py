@@ -20,7 +20,7 @@ import torch
 from sakiyomi.distribution import Distribution
 from sakiyomi.errors import OptionError
 from sakiyomi.interfaces import Draft, Verification
-from sakiyomi.sampling import ACCEPT, DRAW, Chooser, Row, check_chosen, derived_seed, uniform
+from sakiyomi.sampling import ACCEPT, DRAW, Chooser, Row, check_chosen, derived_seed, host, uniform
 
 METHODS: tuple[Verification, ...] = ("coupled", "rejection", "block")
 
@@ -33,27 +33,44 @@ def method(name: object) -> Verification:
     raise OptionError(f"verification={name!r}: must be one of {', '.join(METHODS)}")
 
 
+class TokenChooser(Protocol):
+    """The target's own choice of token after token."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the choice is the largest logit, the first of several, whatever came before."""
+
+    def choose(self, logits: Row) -> int:
+        """Return the token that follows, for float32 [vocab_size] logits, and take it."""
+
+    def take(self, token: int) -> None:
+        """Go on to the position after a token."""
+
+
 def verify(
-    verification: Verification, draft: Draft, logits: torch.Tensor, chooser: Chooser
+    verification: Verification, draft: Draft, logits: torch.Tensor, chooser: TokenChooser
 ) -> Iterator[tuple[int, int | None]]:
     """Yield the tokens of a round: those that were drafted with their index in the draft, then the target's, with None.
 
     ``logits``: [1 + len(draft), vocab_size], row 0 for the position before the draft, row i + 1 after draft token i.
     ``chooser`` stands at the position before the draft; it takes the tokens, the last of them included.
     """
-    if verification == "coupled" or draft.distributions is None or chooser.params.temperature == 0:
+    if verification == "coupled" or draft.distributions is None:
         return coupled(draft, logits, chooser)
-    rows = list(logits.float().numpy())
+    assert isinstance(chooser, Chooser), "only this one can tell distributions"
+    if chooser.params.temperature == 0:
+        return coupled(draft, logits, chooser)
+    rows = list(host(logits))
     dice = KeyedDice(chooser.params.seed, chooser.position)
     return (rejection if verification == "rejection" else block)(draft, rows, chooser, dice)
 
 
-def coupled(draft: Draft, logits: torch.Tensor, chooser: Chooser) -> Iterator[tuple[int, int | None]]:
+def coupled(draft: Draft, logits: torch.Tensor, chooser: TokenChooser) -> Iterator[tuple[int, int | None]]:
     """Yield the tokens that the target chooses itself, as far as they were drafted, and one more; see :func:`verify`.
 
     Rows are looked at only as far as the iterator is drawn: processors never see a position that isn't reached.
     """
-    rows = logits.float().numpy()
+    rows = host(logits)
     greedy = rows.argmax(axis=1) if chooser.greedy else None
     children = _by_token(draft)
     row = 0

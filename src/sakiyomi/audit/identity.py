@@ -9,7 +9,7 @@ import numpy as np
 
 from sakiyomi.engine import Engine
 from sakiyomi.interfaces import Work
-from sakiyomi.sampling import SamplingParams, candidates, gumbel_noise
+from sakiyomi.sampling import SamplingParams, candidates, gumbel_noise, host
 from sakiyomi.text import Tokenizer
 
 
@@ -70,14 +70,14 @@ def describe(
 
 def _gap(engine: Engine, prompt: Sequence[int], params: SamplingParams, text: Sequence[int]) -> float:
     """Return how far the target's first choice after a text is ahead of its second one."""
-    chooser = engine.request(prompt, params).chooser
+    chooser = engine.chooser(prompt, params)
     for token in text:
         chooser.take(token)
     ids, sequence = [*prompt, *text], engine.target.new_sequence()
     for start in range(0, len(ids), engine.target.max_rows):
         rows = ids[start : start + engine.target.max_rows]
         (output,) = engine.target.forward([Work(sequence, rows, None, 1)])
-    sums = chooser.processed(output.logits.float().numpy()[0]).astype(np.float64)
+    sums = chooser.processed(host(output.logits)[0]).astype(np.float64)
     if params.temperature:
         kept, z = candidates(sums.astype(np.float32), params)
         sums = z + gumbel_noise(params.seed, len(ids), np.arange(z.size) if kept is None else kept)

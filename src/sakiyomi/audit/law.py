@@ -14,7 +14,7 @@ from sakiyomi.engine import Engine
 from sakiyomi.interfaces import Draft, Verification, Work
 from sakiyomi.llm import Speculation
 from sakiyomi.policy import Checked
-from sakiyomi.sampling import Chooser, SamplingParams
+from sakiyomi.sampling import SamplingParams, host
 
 DRAFTED = 3  # tokens in a row, where the audit itself says how many
 CONTEXT = 32  # the last tokens of a prompt, after which texts begin: a long one would take its time in every run
@@ -132,7 +132,7 @@ class Reference:
 
     def __init__(self, engine: Engine, prompt: Sequence[int], params: SamplingParams) -> None:
         self._target = engine.target
-        self._chooser: Chooser = engine.request(prompt, params).chooser
+        self._chooser = engine.chooser(prompt, params)
         self._sequence = engine.target.new_sequence()
         self._last = prompt[-1]
         self._length = len(prompt) - 1
@@ -145,7 +145,7 @@ class Reference:
         (output,) = self._target.forward([Work(self._sequence, [self._last, *text[:-1]], None, len(text))])
         self._sequence.truncate(self._length)
         found = []
-        for token, row in zip(text, output.logits.float().numpy(), strict=True):
+        for token, row in zip(text, host(output.logits), strict=True):
             found.append((token, self._chooser.distribution(row)))
             self._chooser.take(token)
         self._chooser.forget(len(text))

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from sakiyomi.errors import OptionError
 from sakiyomi.interfaces import Target, Work
+from sakiyomi.sampling import host
 
 WINDOW = 1024
 KILOBYTES = 50
@@ -72,7 +73,7 @@ def evaluate(
         for first in range(start, end, target.max_rows):
             last = min(first + target.max_rows, end)
             (output,) = target.forward([Work(sequence, ids[first:last], None, last - first)])
-            nll += _score(output.logits.float().numpy(), ids[first + 1 : last + 1], top[first:last])
+            nll += _score(host(output.logits), ids[first + 1 : last + 1], top[first:last])
             if progress:
                 progress(last, total)
     return Evaluation(nll, total, top)

@@ -19,7 +19,7 @@ import torch
 from sakiyomi.distribution import Distribution, Ids
 from sakiyomi.errors import OptionError
 from sakiyomi.interfaces import Costs, Draft, GoOn, Target, Work, always
-from sakiyomi.sampling import Chooser, Row, SamplingParams, candidates, derived_seed, draft_seed, draw, uniform
+from sakiyomi.sampling import Chooser, Row, SamplingParams, candidates, derived_seed, draft_seed, draw, host, uniform
 
 ALTERNATIVE = 0.05  # an alternative less likely than this isn't worth a row of the target
 LEAST = 1e-6  # of confidences, which are above 0
@@ -108,8 +108,7 @@ class Reader:
         known = [token if token < self._model.vocab_size else 0 for token in tokens]
         (output,) = self._model.forward([Work(self._sequence, known, None, logit_rows)])
         self._held.extend(tokens)
-        logits: Row = output.logits.float().numpy()
-        return logits.reshape(-1)
+        return host(output.logits).reshape(-1)
 
 
 def likely(
