@@ -13,16 +13,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from conftest import byte_tokenizer
-from sakiyomi import drafters
+from conftest import byte_tokenizer, make_reference, make_target
+from sakiyomi import core, drafters
 from sakiyomi.bench import (
     BenchResult,
     Candidate,
     Prompt,
     Quality,
     Summary,
+    WeightsFacts,
     as_dict,
     builtin_workload,
+    bytes_per_token,
     load_workload,
     machine_facts,
     markdown,
@@ -30,6 +32,7 @@ from sakiyomi.bench import (
     run_benchmark,
     select,
 )
+from sakiyomi.bench.weights import NamedWeights, parse
 from sakiyomi.errors import OptionError, PromptError
 from sakiyomi.interfaces import Draft, GoOn, RoundRecord, always
 from sakiyomi.llm import LLM
@@ -633,6 +636,244 @@ def test_options_that_cannot_work_are_errors_before_anything_runs() -> None:
     with pytest.raises(OptionError, match="plain decoding is always measured"):
         Candidate("plain", 3)
     assert llm.calls == []
+
+
+# ---------------------------------------------------------------- several weights
+
+
+OF_BOTH = [Candidate("ngram", 5, weights="bf16"), Candidate("ngram", 5, weights="int8")]
+
+
+def both(
+    script: Callable[[str, Call, int], FakeGeneration] = lambda weights, call, nth: generation(),
+) -> dict[tuple[str, str], FakeLLM]:
+    """Return LLMs with bf16 and int8 weights that answer by ``script(weights, call, nth)``."""
+    return {
+        (weights, ""): FakeLLM(functools.partial(lambda weights, call, nth: script(weights, call, nth), weights))
+        for weights in ("bf16", "int8")
+    }
+
+
+def of_speeds(weights: str, call: Call, nth: int) -> FakeGeneration:
+    """Prompts of very different speed; int8 takes half of bf16's time, drafts a third; int8 writes other tokens."""
+    tpot_s = {"all-0": 6.0, "all-1": 60.0, "all-2": 600.0}[call.prompt]
+    tpot_s /= (2 if weights == "int8" else 1) * (3 if call.drafter else 1)
+    return generation(tpot_s, tokens=(4, 5) if weights == "int8" and call.prompt != "all-1" else (1, 2, 3))
+
+
+def test_speed_is_paired_with_plain_decoding_of_the_same_weights_and_of_the_first() -> None:
+    result = run_benchmark(both(of_speeds), prompts(3), OF_BOTH, PARAMS)
+    assert result.weights == ("bf16", "int8")
+    assert [(each.case, each.weights, each.is_plain) for each in result.summaries if each.category is None] == [
+        ("bf16 plain", "bf16", True),
+        ("bf16 ngram k=5", "bf16", False),
+        ("int8 plain", "int8", True),
+        ("int8 ngram k=5", "int8", False),
+    ]
+
+    def speeds(case: str) -> list[Spread | None]:
+        return [row(result, case).speedup, row(result, case).reference_speedup]
+
+    one, two, three, six = (Spread(n, n, n, 3) for n in (1.0, 2.0, 3.0, 6.0))
+    assert speeds("bf16 plain") == [one, one]
+    assert speeds("bf16 ngram k=5") == [three, three]
+    assert speeds("int8 plain") == [one, two]
+    assert speeds("int8 ngram k=5") == [three, six]
+    # Each answer takes a second and a TPOT.
+    assert row(result, "int8 ngram k=5").total_time_ratio == pytest.approx((3 + 333) / (3 + 111))
+    assert row(result, "int8 ngram k=5").reference_total_time_ratio == pytest.approx((3 + 666) / (3 + 111))
+
+
+def test_another_text_of_other_weights_is_shown_and_no_difference() -> None:
+    result = run_benchmark(both(of_speeds), prompts(3), OF_BOTH, PARAMS, repeats=2)
+    assert result.differences == ()
+    for case, same in {"bf16 plain": 3, "bf16 ngram k=5": 3, "int8 plain": 1, "int8 ngram k=5": 1}.items():
+        found = row(result, case)
+        assert (found.identical, found.compared, found.reference_identical) == (3, 3, same), case
+
+
+@pytest.mark.parametrize("wrong", ["bf16", "int8"])
+def test_a_difference_is_found_in_the_weights_that_have_it(wrong: str) -> None:
+    """Here int8 with drafts writes what bf16 does: to compare with that would find nothing, and nothing of plain."""
+
+    def script(weights: str, call: Call, nth: int) -> FakeGeneration:
+        drafted_wrong = weights == wrong and call.drafter and call.prompt == "all-1"
+        return generation(tokens={"bf16": (1, 2, 3), "int8": (1, 5, 3)}[weights if not drafted_wrong else other])
+
+    other = {"bf16": "int8", "int8": "bf16"}[wrong]
+    result = run_benchmark(both(script), prompts(3), OF_BOTH, PARAMS)
+    tokens = {"bf16": (2, 5), "int8": (5, 2)}[wrong]
+    assert [
+        (each.prompt_id, each.case, each.position, each.plain_token, each.token) for each in result.differences
+    ] == [("all-1", f"{wrong} ngram k=5", 1, *tokens)]
+    for weights in ("bf16", "int8"):
+        assert row(result, f"{weights} ngram k=5").identical == (2 if weights == wrong else 3)
+        assert row(result, f"{weights} plain").identical == 3
+
+
+def test_cases_of_all_weights_are_interleaved() -> None:
+    order: list[tuple[str, str | None, str]] = []
+
+    def script(weights: str, call: Call, nth: int) -> FakeGeneration:
+        if call.params == PARAMS:
+            order.append((weights, call.drafter, call.prompt))
+        return generation()
+
+    run_benchmark(both(script), prompts(4), OF_BOTH, PARAMS, repeats=2)
+    blocks = [order[i : i + 4] for i in range(0, len(order), 4)]
+    assert [{prompt for _, _, prompt in block} for block in blocks] == [{f"all-{i}"} for i in range(4)] * 2
+    assert all(len(set(block)) == 4 for block in blocks), "each case once for each prompt"
+    places = Counter((block.index(call), call[:2]) for block in blocks for call in block)
+    assert set(places.values()) == {2}, "8 blocks of 4 places: 2 each"
+    assert len({tuple(call[:2] for call in block) for block in blocks}) > 4
+
+
+def test_draft_weights_choose_the_llm_of_a_candidate_and_plain_runs_once() -> None:
+    llms = {("", each): FakeLLM() for each in ("", "int8", "bf16")}
+    candidates = [Candidate("model", 3, draft_weights=each) for each in ("int8", "bf16")]
+    assert [each.name for each in candidates] == ["model k=3, draft int8", "model k=3, draft bf16"]
+    result = run_benchmark(llms, prompts(2), candidates, PARAMS)
+    assert {each: [call.drafter for call in llm.measured(PARAMS)] for (_, each), llm in llms.items()} == {
+        "": [None, None],
+        "int8": ["model", "model"],
+        "bf16": ["model", "model"],
+    }
+    assert result.weights == ("",)
+    assert row(result, "plain").is_plain
+    assert row(result, "model k=3, draft bf16").compared == 2
+
+
+def test_weights_that_no_llm_has_are_an_error_before_anything_runs() -> None:
+    llms = both()
+    for candidate in (NGRAM, Candidate("ngram", 5, weights="int4"), Candidate("model", 5, "coupled", "int8", "int8")):
+        with pytest.raises(OptionError, match=f"llms=.*must have one for .*; lacks that of {candidate.name}"):
+            run_benchmark(llms, prompts(1), [*OF_BOTH, candidate], PARAMS)
+    lacks_plain = {("bf16", "int8"): FakeLLM()}
+    with pytest.raises(OptionError, match="of each weights one whose draft weights have no name"):
+        run_benchmark(lacks_plain, prompts(1), [Candidate("model", 3, "coupled", "bf16", "int8")], PARAMS)
+    assert not any(llm.calls for llm in (*llms.values(), *lacks_plain.values()))
+
+
+OF_WEIGHTS = {
+    "bf16": WeightsFacts(269_000_000, None),
+    "int8": WeightsFacts(None, Quality(12.0, 12.1, 1.00812, 0.9431, 4321, "a.txt")),
+}
+
+
+def test_a_second_table_says_what_weights_cost_and_gain() -> None:
+    result = run_benchmark(both(of_speeds), prompts(3), OF_BOTH, PARAMS)
+    lines = markdown(result, weights=OF_WEIGHTS).splitlines()
+    first = lines.index(next(line for line in lines if line.startswith("| weights |")))
+    assert lines[first - 1] == ""
+    assert lines[first + 1 : first + 7] == [
+        "|---|---|---|---|---|---|---|---|---|",
+        "| bf16 | 269 | 1 |  |  | plain | 1.00 | 1.00 | 3/3 |",
+        "|  |  |  |  |  | ngram k=5 | 3.00 3.00-3.00 | 2.97 | 3/3 |",
+        "| int8 | - | 1.0081 | 94.3% | 1/3 | plain | 2.00 2.00-2.00 | 1.99 | 3/3 |",
+        "|  |  |  |  |  | ngram k=5 | 6.00 6.00-6.00 | 5.87 | 3/3 |",
+        "",
+    ]
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        console.print(render(result, weights=OF_WEIGHTS))
+    text = capture.get()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "All prompts against bf16 plain" in text
+    assert re.search(r"int8  *-  *1.0081  *94.3%  *1/3 plain  *2.00 2.00-2.00  *1.99  *3/3", text)
+    for notes in (" ".join(text.split()), " ".join(lines)):
+        for note in (
+            "identical to plain with the same weights (6 of 6)",
+            "Total time of int8 plain / int8 ngram k=5: 2.95 over all prompts",
+            "Weights: speed = TPOT of bf16 plain / TPOT",
+            "as multiples of 12.0000, that of bf16",
+            "of 4321 tokens. Text: a.txt.",
+        ):
+            assert note in notes
+
+
+def test_json_has_the_weights_where_there_are_several() -> None:
+    result = run_benchmark(both(of_speeds), prompts(3), OF_BOTH, PARAMS)
+    data = json.loads(json.dumps(as_dict(result, weights=OF_WEIGHTS), allow_nan=False))
+    assert [(each["name"], each["bytes_per_token"]) for each in data["weights"]] == [
+        ("bf16", 269_000_000),
+        ("int8", None),
+    ]
+    assert data["weights"][0]["quality"] is None
+    assert data["weights"][1]["quality"]["ratio"] == 1.00812
+    assert [each["weights"] for each in data["candidates"]] == ["bf16", "int8"]
+    last = data["summaries"][-1]
+    assert (last["case"], last["weights"], last["reference_identical"]) == ("int8 ngram k=5", "int8", 1)
+    assert last["reference_speedup"]["median"] == 6.0
+
+    alone = as_dict(run_benchmark(FakeLLM(), prompts(1), [NGRAM], PARAMS))
+    assert "weights" not in alone
+    assert not any(name.startswith(("weights", "reference")) for each in alone["summaries"] for name in each)
+
+
+def test_an_interrupted_run_of_several_weights_has_a_result() -> None:
+    def script(weights: str, call: Call, nth: int) -> FakeGeneration:
+        raise KeyboardInterrupt
+
+    result = run_benchmark(both(script), prompts(2), OF_BOTH, PARAMS)
+    assert result.weights == ("bf16", "int8")
+    assert "nothing to compare yet" in markdown(result, weights=OF_WEIGHTS)
+    assert "| weights |" not in markdown(result, weights=OF_WEIGHTS)
+
+
+def test_weights_are_named_by_words_and_paths(tmp_path: Path) -> None:
+    folder, comma, file = tmp_path / "tuned", tmp_path / "a,b", tmp_path / "small.gguf"
+    for each in (folder, comma):
+        each.mkdir()
+    file.touch()
+    assert parse(["bf16,fp32", "int8", "auto"], "--weights") == (
+        NamedWeights("bf16", dtype="bf16"),
+        NamedWeights("fp32", dtype="fp32"),
+        NamedWeights("int8", weights="int8"),
+        NamedWeights("auto"),
+    )
+    named = parse([str(comma), f"int8,{folder},{file}"], "--weights")
+    assert [(each.name, each.model) for each in named] == [
+        ("a,b", str(comma)),
+        ("int8", None),
+        ("tuned", str(folder)),
+        ("small.gguf", str(file)),
+    ]
+    assert [each.are_others for each in named] == [True] * 4
+    assert [each.are_others for each in parse(["auto,bf16,fp32"], "--weights")] == [False] * 3
+    alike = tmp_path / "other" / "tuned"
+    alike.mkdir(parents=True)
+    assert [each.name for each in parse([f"{folder},{alike}"], "--weights")] == [str(folder), str(alike)]
+
+
+@pytest.mark.parametrize(
+    ("text", "paths", "problem"),
+    [
+        ("int4", True, "--weights int4: must be one of auto, bf16, fp32, int8, or the path of a model folder or .gguf"),
+        ("", True, "--weights : must be one of auto"),
+        ("bf16,", True, "--weights : must be one of auto"),
+        ("int8,bf16,int8", True, "--weights int8,bf16,int8: names int8 twice"),
+        ("no/such.gguf", True, "--weights no/such.gguf: must be one of auto"),
+        (__file__, True, "test_bench.py: must be one of auto"),
+        (str(Path(__file__).parent), False, r": must be one of auto, bf16, fp32, int8$"),
+    ],
+)
+def test_weights_that_there_are_not_are_errors(text: str, paths: bool, problem: str) -> None:
+    with pytest.raises(OptionError, match=problem):
+        parse([text], "--weights", paths=paths)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_bytes_per_token_are_those_of_the_matrices_that_a_row_meets(tied: bool) -> None:
+    reference = make_reference("llama", tie_word_embeddings=tied)
+    sizes = {name: each.numel() for name, each in reference.named_parameters() if each.dim() == 2}
+    expected = sum(sizes.values()) - (0 if tied else sizes["model.embed_tokens.weight"])
+    target = make_target(reference, kernels="torch")
+    assert bytes_per_token(target) == 4 * expected
+    if core.available():
+        small = make_target(reference, kernels="auto")
+        small.weight_format = "int8"
+        assert bytes_per_token(small) == expected
+    assert bytes_per_token(object()) is None  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- report

@@ -15,6 +15,7 @@ import weakref
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import sakiyomi
@@ -123,6 +124,7 @@ def test_help_prints_at_once_and_without_the_heavy_imports():
             "--category",
             "--verification",
             "--draft-model",
+            "--draft-weights",
             "--repeats",
             "--weights",
             "--kernels",
@@ -193,7 +195,21 @@ def test_models_lists_the_names(monkeypatch, tmp_path):
         ("bench --workload no-such-file.jsonl", 2, "workload no-such-file.jsonl: can't be read"),
         ("bench --category nonsense", 2, "category 'nonsense': not in this workload; there are chat"),
         ("bench --per-category 0", 2, "per_category=0: must be at least 1"),
-        ("bench --weights int4", 2, "weights='int4': must be one of auto, int8"),
+        ("bench --weights int4", 2, "--weights int4: must be one of auto, bf16, fp32, int8, or the path of a model"),
+        ("bench --weights bf16,int4", 2, "--weights int4: must be one of auto, bf16, fp32, int8, or the path"),
+        ("bench --weights bf16 --weights bf16", 2, "--weights bf16,bf16: names bf16 twice"),
+        ("bench --weights no/such.gguf,bf16", 2, "--weights no/such.gguf: must be one of auto, bf16"),
+        ("bench --weights bf16,fp32 --dtype fp32", 2, "--dtype fp32: contradicts --weights bf16; leave one of them"),
+        ("bench --weights bf16 --quality-text a.txt", 2, "--quality-text a.txt: only smaller weights are measured"),
+        ("bench --weights auto,int8 --kernels torch", 2, "weights='int8': needs the compiled core"),
+        ("bench --draft-weights int8", 2, "--draft-weights int8: needs a draft model; name one with --draft-model"),
+        (
+            "bench --draft-model y --draft-weights int4",
+            2,
+            "--draft-weights int4: must be one of auto, bf16, fp32, int8",
+        ),
+        ("bench --draft-model y --draft-weights auto,auto", 2, "--draft-weights auto,auto: names auto twice"),
+        ("bench --draft-model y --draft-weights int8 --kernels torch", 2, "draft_weights='int8': needs the compiled"),
         ("bench --kernels avx3", 2, "kernels='avx3': must be one of auto, "),
         ("bench --weights int8 --kernels torch", 2, "weights='int8': needs the compiled core"),
         ("check x y --threads 0", 2, "--threads 0: must be at least 1"),
@@ -943,6 +959,126 @@ def test_a_quality_text_of_one_token_is_one_line(monkeypatch, capsys, both_weigh
     assert both_weights == [("auto", "auto")]
 
 
+@pytest.fixture
+def several_weights(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str, int | None]]:
+    """Let bench load tiny models; the list is what it asked for.
+
+    int8 has another head. The draft model y is another model in int8, else the target itself.
+    """
+    targets = {}
+    for name, options in {"": {}, "int8": {}, "draft": {"hidden_size": 32}}.items():
+        reference = make_reference("llama", num_hidden_layers=1, **options)
+        if name == "int8":
+            torch.manual_seed(7)
+            reference.lm_head.weight.data.add_(0.05 * torch.randn_like(reference.lm_head.weight))
+        targets[name] = make_target(reference, kernels="torch")
+    targets["int8"].weight_format = "int8"
+    asked = []
+
+    def load(model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model):
+        assert draft_model is None, "a draft model is loaded once, whatever it drafts for"
+        asked.append((model, dtype, weights, context_length))
+        tokenizer = byte_tokenizer(eos=None if "other" in model else "<eos>")
+        if "other" in model:
+            tokenizer.fast.add_tokens(["one more"])
+        target = targets[("draft" if model == "y" else "int8") if weights == "int8" else ""]
+        return LLM(target, tokenizer, drafter=drafter, num_speculative_tokens=k, costs=costs)
+
+    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr("sakiyomi.targets.resolve", lambda *_: None)
+    monkeypatch.setattr("sakiyomi.bench.quality.plain_text", lambda: "one and two and three")
+    return asked
+
+
+def test_bench_measures_several_weights_in_one_run(several_weights, workload, tmp_path):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    command = ["bench", "--workload", workload, "-n", "8", "-d", "ngram", "-k", "2", "--weights", f"bf16,int8,{copy}"]
+    result = run(cli.app, [*command, "--context-length", "64", "--json"])
+    assert result.exit_code == 0, result
+    assert several_weights == [
+        ("smollm2-135m", "bf16", "auto", 64),
+        ("smollm2-135m", "auto", "int8", 64),
+        (str(copy), "auto", "auto", 64),
+    ]
+    found = json.loads(result.stdout)
+    assert found["differences"] == [], "each wrote what its own plain decoding did"
+    assert found["machine"]["weights"] == "fp32/int8"
+    assert found["quality"] is None
+    reference, int8, same = found["weights"]
+    assert [each["name"] for each in found["weights"]] == ["bf16", "int8", "copy"]
+    assert reference["bytes_per_token"] == 4 * int8["bytes_per_token"] == same["bytes_per_token"]
+    assert reference["quality"] is None
+    assert (same["quality"]["ratio"], same["quality"]["agreement"]) == (1, 1)
+    assert int8["quality"]["ratio"] != 1
+    assert int8["quality"]["tokens"] == len("one and two and three") - 1
+    whole = {each["case"]: each for each in found["summaries"] if not each["category"]}
+    assert list(whole) == [f"{name} {case}" for name in ("bf16", "int8", "copy") for case in ("plain", "ngram k=2")]
+    assert all(each["identical"] == each["compared"] == 2 for each in whole.values())
+    assert whole["copy plain"]["reference_identical"] == 2
+    assert whole["int8 plain"]["reference_identical"] < 2
+    for form in ([], ["--markdown"]):
+        shown = " ".join(run(cli.app, [*command, *form]).stdout.split())
+        assert "Same output: every candidate's tokens are identical to plain with the same weights (6 of 6)" in shown
+        assert "speed = TPOT of bf16 plain / TPOT" in shown
+        assert ("| copy | 0 | 1.0000 | 100.0% | 2/2 | plain |" in shown) == bool(form)
+
+
+def test_bench_measures_draft_weights_with_each_of_several_weights(several_weights, workload):
+    command = ["bench", "--workload", workload, *BRIEF, "--draft-model", "y", "--json"]
+    command += ["-d", "model", "-d", "ngram+model", "-d", "ngram"]
+    result = run(
+        cli.app, [*command, "--weights", "bf16,int8", "--draft-weights", "int8,bf16", "--context-length", "64"]
+    )
+    assert result.exit_code == 0, result
+    assert several_weights == [
+        ("smollm2-135m", "bf16", "auto", 64),
+        ("smollm2-135m", "auto", "int8", 64),
+        ("y", "auto", "int8", None),
+        ("y", "bf16", "auto", None),
+    ]
+    found = json.loads(result.stdout)
+    assert found["differences"] == []
+    assert (found["machine"]["draft model"], found["machine"]["draft weights"]) == ("y", "int8/bf16")
+    cases = [each["case"] for each in found["summaries"] if not each["category"]]
+    drafted = [f"{d} k=2, draft {w}" for d in ("model", "ngram+model") for w in ("int8", "bf16")]
+    drafted += ["ngram k=2"]  # which asks no draft model, once
+    assert cases == [f"{name} {case}" for name in ("bf16", "int8") for case in ("plain", *drafted)]
+    right = {each["case"]: each["acceptance_rate"] for each in found["summaries"] if not each["category"]}
+    assert right["bf16 model k=2, draft bf16"] == 1, "it is the target itself"
+    assert right["bf16 model k=2, draft int8"] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "cases"),
+    [
+        (["--weights", "auto,int8"], 3, ["auto plain", "auto model k=2", "int8 plain", "int8 model k=2"]),
+        (["--draft-weights", "auto"], 2, ["plain", "model k=2, draft auto"]),
+        (["--draft-weights", "auto", "--weights", "int8"], 3, ["plain", "model k=2, draft auto"]),
+    ],
+)
+def test_what_is_alone_has_no_name(several_weights, workload, options, asked, cases):
+    command = ["bench", "--workload", workload, *BRIEF, "-d", "model", "--draft-model", "y", "--json", *options]
+    result = run(cli.app, command)
+    assert result.exit_code == 0, result
+    found = json.loads(result.stdout)
+    assert [each["case"] for each in found["summaries"] if not each["category"]] == cases
+    assert len(several_weights) == asked
+    assert ("weights" in found) == (cases[0] != "plain")
+    assert (found["quality"] is not None) == (len(options) == 4)
+
+
+@pytest.mark.usefixtures("several_weights")
+@pytest.mark.parametrize("several", [True, False])
+def test_weights_with_another_tokenizer_are_refused(monkeypatch, capsys, tmp_path, several):
+    other = tmp_path / "other"
+    other.mkdir()
+    weights = f"bf16,{other}" if several else str(other)
+    status, out, err = main(monkeypatch, capsys, "bench", *BRIEF, "--weights", weights)
+    assert (status, out) == (2, "")
+    assert "sakiyomi: --weights other: their tokenizer is another, so that they can't be compared" in err
+
+
 @pytest.mark.parametrize("command", [["generate", "x"], ["bench"]])
 def test_weights_and_kernels_reach_load(monkeypatch, command):
     seen = {}
@@ -1096,6 +1232,29 @@ def test_default_model_on_the_built_in_workload(monkeypatch, default_model):
     found = json.loads(result.stdout)
     assert found["differences"] == []
     assert all(each["identical"] == each["compared"] == 1 for each in found["summaries"])
+
+
+@pytest.mark.model
+@pytest.mark.skipif(not core.available(), reason="int8 needs the compiled core")
+def test_the_default_model_with_several_weights(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("The capital of France is Paris, and the capital of Italy is Rome. " * 4, encoding="utf-8")
+    command = ["bench", "--per-category", "1", "--category", "code-edit", "-n", "8", "-d", "model", "-k", "2"]
+    command += ["--weights", "bf16,int8", "--draft-model", "smollm2-135m", "--draft-weights", "int8,bf16"]
+    result = run(cli.app, [*command, "--quality-text", str(text), "--json"])
+    assert result.exit_code == 0, result
+    found = json.loads(result.stdout)
+    assert found["differences"] == []
+    assert all(each["identical"] == each["compared"] == 1 for each in found["summaries"])
+    bf16, int8 = found["weights"]
+    assert bf16["bytes_per_token"] == 2 * int8["bytes_per_token"]
+    assert 250e6 < bf16["bytes_per_token"] < 280e6
+    assert 0.9 < int8["quality"]["ratio"] < 1.1
+    assert int8["quality"]["ratio"] != 1
+    assert 0.8 < int8["quality"]["agreement"] <= 1
+    # A model that drafts for itself is always right: only the same weights show that they are.
+    right = {each["case"]: each["acceptance_rate"] for each in found["summaries"]}
+    assert right["bf16 model k=2, draft bf16"] == right["int8 model k=2, draft int8"] == 1
 
 
 @pytest.mark.model

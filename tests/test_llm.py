@@ -174,11 +174,37 @@ def test_options_of_a_call_override_those_of_the_object(llm):
         ),
         (lambda llm: load("no-such", num_speculative_tokens=-1), OptionError, "num_speculative_tokens=-1"),
         (lambda llm: load("smollm2-135m", drafter="eagle9"), OptionError, "drafter='eagle9'"),
+        (lambda llm: load("no-such", draft_weights="int8"), OptionError, "draft_weights='int8': needs a draft model"),
+        (
+            lambda llm: load("no-such", draft_model="no-such", draft_weights="int4"),
+            OptionError,
+            "draft_weights='int4': must be one of auto, int8",
+        ),
+        (
+            lambda llm: load("no-such", draft_model="no-such", draft_weights="int8", kernels="torch"),
+            OptionError,
+            "draft_weights='int8': needs the compiled core",
+        ),
     ],
 )
 def test_bad_input_is_met_before_any_work(llm, call, error, message):
     with pytest.raises(error, match=message):
         call(llm)
+
+
+@pytest.mark.skipif(not core.available(), reason="int8 needs the compiled core")
+@pytest.mark.parametrize(("draft_weights", "expected"), [(None, "int8"), ("int8", "int8"), ("auto", "bf16")])
+def test_a_draft_model_has_weights_of_its_own(draft_weights, expected):
+    llm = load(
+        "smollm2-135m",
+        draft_model="smollm2-135m",
+        draft_weights=draft_weights,
+        drafter="model",
+        num_speculative_tokens=2,
+        progress=False,
+    )
+    (drafter,) = llm.speculation().drafters
+    assert (llm.target.weight_format, drafter.model.weight_format) == ("bf16", expected)
 
 
 def test_the_snippet_of_the_readme_runs(capsys):

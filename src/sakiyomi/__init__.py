@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sakiyomi.drafters import NgramDrafter, SuffixDrafter
+    from sakiyomi.dropin import accelerate, restore
     from sakiyomi.engine import Chunk, Token
     from sakiyomi.errors import (
         CapacityError,
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 # Imported when first used: the command line's help should not wait for torch.
 _HOMES = {
     "sakiyomi.drafters": ("NgramDrafter", "SuffixDrafter"),
+    "sakiyomi.dropin": ("accelerate", "restore"),
     "sakiyomi.engine": ("Chunk", "Token"),
     "sakiyomi.errors": (
         "CapacityError",
@@ -78,7 +80,9 @@ __all__ = [
     "Token",
     "UnsupportedModelError",
     "__version__",
+    "accelerate",
     "load",
+    "restore",
 ]
 
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from sakiyomi.bench import Evaluation, Quality
+    from sakiyomi.bench import Evaluation, Quality, WeightsFacts
+    from sakiyomi.bench.weights import NamedWeights
     from sakiyomi.drafters.suffix import SuffixDrafter
     from sakiyomi.engine import Token
     from sakiyomi.llm import LLM, Prompt, Speculation
@@ -371,7 +372,8 @@ def _generation_dict(generation: Any) -> dict[str, Any]:
 
 
 @app.command(
-    epilog="Example: [bold]sakiyomi bench --workload prompts.jsonl -d suffix+ngram -k 7 -k auto --repeats 3[/bold]",
+    epilog="Examples: [bold]sakiyomi bench --workload prompts.jsonl -d suffix+ngram -k 7 -k auto --repeats 3[/bold], "
+    "[bold]sakiyomi bench --weights bf16,int8 -k auto[/bold]",
 )
 def bench(
     model: Model = "smollm2-135m",
@@ -401,6 +403,13 @@ def bench(
         typer.Option(help="coupled, rejection or block, as for generate. Can be repeated. Default: coupled."),
     ] = None,
     draft_model: DraftModel = None,
+    draft_weights: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WEIGHTS,...",
+            help="Of --draft-model: int8, bf16, fp32 or auto; several with commas. Default: int8 where the core runs.",
+        ),
+    ] = None,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     top_k: TopK = None,
@@ -409,27 +418,37 @@ def bench(
     seed: Seed = 0,
     repeats: Annotated[int, typer.Option(help="How many times each prompt is answered by each case.")] = 1,
     dtype: Dtype = "auto",
-    weights: Weights = "auto",
+    weights: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WEIGHTS,...",
+            help="auto (as --dtype), bf16, fp32, int8, or the path of a model folder or .gguf file: other weights of "
+            "the same model. Several with commas are measured in one run against the first; all stay in memory.",
+        ),
+    ] = None,
     kernels: Kernels = "auto",
     context_length: ContextLength = None,
     threads: Threads = None,
     quality_text: Annotated[
         Path | None,
-        typer.Option(help="A text file to measure the quality of int8 weights on. Default: Python's own reference."),
+        typer.Option(help="A text file to measure the quality of weights on. Default: Python's own reference."),
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure plain decoding against drafters on a workload: interleaved, paired, output compared.
 
-    With --weights int8 also what they cost: perplexity, and how often the likeliest token stays the same.
+    With --weights int8 also what they cost: perplexity, and how often the likeliest token stays the same. With
+    --weights bf16,int8 what each of them costs and gains, with drafts and without.
     """
     from rich.console import Console
 
-    from sakiyomi import targets
+    from sakiyomi import drafters, targets
     from sakiyomi.bench import report
     from sakiyomi.bench.runner import Candidate, run_benchmark
+    from sakiyomi.bench.weights import NamedWeights, parse
     from sakiyomi.bench.workload import builtin_workload, load_workload, select
+    from sakiyomi.errors import OptionError
     from sakiyomi.sampling import SamplingParams
     from sakiyomi.verification import method
 
@@ -439,28 +458,76 @@ def bench(
     prompts = select(load_workload(workload) if workload else builtin_workload(), category, per_category)
     lengths = [_draft_length(each) for each in num_speculative_tokens or ["3", "7", _AUTO]]
     ways = [method(each) for each in verification or ["coupled"]]
-    candidates = [Candidate(spec, k, way) for spec in drafter or [_AUTO] for k in lengths for way in ways]
-    _drafter_names(drafter or [_AUTO], draft_model)
-    targets.resolve(kernels, weights)
-    text = _quality_text(quality_text, weights)
+    specs = drafter or [_AUTO]
+    chosen = parse(weights or [_AUTO], "--weights")
+    drafting = parse(draft_weights or [], "--draft-weights", paths=False)
+    if drafting and draft_model is None:
+        raise OptionError(f"--draft-weights {drafting[0].name}: needs a draft model; name one with --draft-model")
 
-    def load(weights: str, draft_model: str | None = None) -> LLM:
-        return _load(model, dtype, weights, kernels, context_length, threads, "none", None, draft_model)
+    def draft_names(spec: str) -> list[str]:
+        uses_model = drafters.MODEL in drafters.parse(spec, draft_model=draft_model is not None)
+        return [each.name for each in drafting] if uses_model and drafting else [""]
 
-    llm, quality = (
-        (load(weights, draft_model), None)
-        if text is None
-        else _load_and_compare(load, lambda: load(weights, draft_model), weights, *text)
-    )
-    with _warnings_in_one_line(), _progress() as progress:
-        result = run_benchmark(llm, prompts, candidates, params, repeats=repeats, seed=seed, progress=progress)
-    facts = report.model_facts(llm, model, draft_model)
-    if as_json:
-        print(json.dumps(report.as_dict(result, facts, quality)))
-    elif markdown:
-        print(report.markdown(result, facts, quality))
+    candidates = [
+        Candidate(spec, k, way, name, draft)
+        for name in ([each.name for each in chosen] if len(chosen) > 1 else [""])
+        for spec in specs
+        for k in lengths
+        for way in ways
+        for draft in draft_names(spec)
+    ]
+    _drafter_names(specs, draft_model)
+    for each in chosen:
+        targets.resolve(kernels, each.weights)
+        if each.dtype is not None and dtype not in (_AUTO, each.dtype):
+            raise OptionError(f"--dtype {dtype}: contradicts --weights {each.name}; leave one of them out")
+    for each in drafting:
+        targets.resolve(kernels, each.weights, "draft_weights")
+    text = _quality_text(quality_text, chosen)
+
+    def load(weights: NamedWeights, draft_model: str | None = None, small: str | None = None) -> LLM:
+        longest = None if small else context_length
+        return _load(
+            weights.model or small or model,
+            weights.dtype or dtype,
+            weights.weights,
+            kernels,
+            longest,
+            threads,
+            "none",
+            None,
+            draft_model,
+        )
+
+    # Alone it is loaded with its draft model; of several that draft for several, each is loaded once.
+    together = draft_model if len(chosen) == 1 and not drafting else None
+    quality, facts_of_weights = None, None
+    if text is None:
+        loaded = {"": load(chosen[0], together)}
+    elif len(chosen) == 1:
+        llm, quality = _load_and_compare(load, lambda: load(chosen[0], together), chosen[0], *text)
+        loaded = {"": llm}
     else:
-        Console().print(report.render(result, facts, quality))
+        loaded, facts_of_weights = _load_several(load, chosen, *text)
+    llms = {(name, ""): llm for name, llm in loaded.items()}
+    if draft_model is not None and together is None:
+        from sakiyomi.loading import default_draft_weights
+
+        for each in drafting or [NamedWeights("", weights=default_draft_weights(kernels))]:
+            small = load(each, small=draft_model)
+            llms.update({(name, each.name): _drafted_by(small, llm) for name, llm in loaded.items()})
+    with _warnings_in_one_line(), _progress() as progress:
+        result = run_benchmark(llms, prompts, candidates, params, repeats=repeats, seed=seed, progress=progress)
+    first, *others = loaded.values()
+    facts = report.model_facts(first, model, draft_model, others)
+    if drafting:
+        facts["draft weights"] = "/".join(each.name for each in drafting)
+    if as_json:
+        print(json.dumps(report.as_dict(result, facts, quality, facts_of_weights)))
+    elif markdown:
+        print(report.markdown(result, facts, quality, facts_of_weights))
+    else:
+        Console().print(report.render(result, facts, quality, facts_of_weights))
     if result.partial:
         sys.exit(130)
     if result.differences:
@@ -594,9 +661,9 @@ def check(
             costs = ModelCosts(measure(llm.target))
         return Side.of(llm.target, llm.tokenizer, costs)
 
-    from sakiyomi.llm import draft_weights
+    from sakiyomi.loading import default_draft_weights
 
-    pair = compare(measured(target, weights), measured(draft_model, draft_weights(kernels)))
+    pair = compare(measured(target, weights), measured(draft_model, default_draft_weights(kernels)))
     if as_json:
         print(json.dumps({"target": target, "draft_model": draft_model, **pair.as_dict()}))
     else:
@@ -680,15 +747,64 @@ def _warnings_in_one_line(*, later: bool = False) -> Iterator[None]:
 
 
 def _load_and_compare(
-    load: Callable[[str], LLM], load_all: Callable[[], LLM], weights: str, text: str, name: str
+    load: Callable[[NamedWeights], LLM], load_all: Callable[[], LLM], weights: NamedWeights, text: str, name: str
 ) -> tuple[LLM, Quality]:
     """Return the model to measure, with these weights, and how it compares on a text with the model with its own."""
     from sakiyomi.bench.quality import compare
+    from sakiyomi.bench.weights import NamedWeights
 
-    reference = _evaluate(load("auto"), text, "auto")  # kept by no name: two models at once may not fit in memory
+    own = load(NamedWeights("auto"))
+    reference, fingerprint = _evaluate(own, text, "auto"), own.tokenizer.fingerprint
+    del own  # two models at once may not fit in memory
     gc.collect()
     llm = load_all()
-    return llm, compare(reference, _evaluate(llm, text, weights), text=name)
+    _require_tokenizer(fingerprint, llm, weights)
+    return llm, compare(reference, _evaluate(llm, text, weights.name), text=name)
+
+
+def _load_several(
+    load: Callable[[NamedWeights], LLM], chosen: Sequence[NamedWeights], text: str, name: str
+) -> tuple[dict[str, LLM], dict[str, WeightsFacts]]:
+    """Return the model with each of these weights, and how they compare on a text with the first."""
+    from sakiyomi.bench import WeightsFacts, bytes_per_token, compare
+    from sakiyomi.llm import LLM
+
+    llms: dict[str, LLM] = {}
+    for each in chosen:
+        llm = load(each)
+        tokenizer = next(iter(llms.values()), llm).tokenizer
+        _require_tokenizer(tokenizer.fingerprint, llm, each)
+        # With the first one's tokenizer, so that a prompt is the same tokens for all, and ends are too.
+        llms[each.name] = LLM(llm.target, tokenizer, drafter="none", costs=llm.costs)
+    facts: dict[str, WeightsFacts] = {}
+    reference = None
+    for weights, llm in llms.items():
+        found = _evaluate(llm, text, weights)
+        quality = compare(reference, found, text=name) if reference else None
+        reference = reference or found
+        facts[weights] = WeightsFacts(bytes_per_token(llm.target), quality)
+    return llms, facts
+
+
+def _require_tokenizer(fingerprint: str, llm: LLM, weights: NamedWeights) -> None:
+    from sakiyomi.errors import OptionError
+
+    if llm.tokenizer.fingerprint != fingerprint:
+        raise OptionError(
+            f"--weights {weights.name}: their tokenizer is another, so that they can't be compared; "
+            "name weights of the same model"
+        )
+
+
+def _drafted_by(small: LLM, llm: LLM) -> LLM:
+    """Return an LLM of the same target that another model drafts for."""
+    from sakiyomi import pairs
+    from sakiyomi.llm import LLM
+
+    drafter = pairs.draft_model(
+        small.target, small.tokenizer, llm.tokenizer, llm.target.vocab_size, costs=small.costs()
+    )
+    return LLM(llm.target, llm.tokenizer, drafter="none", draft_model=drafter, costs=llm.costs)
 
 
 def _evaluate(llm: LLM, text: str, weights: str) -> Evaluation:
@@ -731,12 +847,12 @@ def _check_memory(path: Path, names: Sequence[str], drafter: str) -> None:
         raise OptionError(f"--memory {path}: the folder {path.parent} isn't there; make it first")
 
 
-def _quality_text(path: Path | None, weights: str) -> tuple[str, str] | None:
+def _quality_text(path: Path | None, weights: Sequence[NamedWeights]) -> tuple[str, str] | None:
     """Return the text to measure quality on, and which it is; None where there is nothing to measure."""
     from sakiyomi.bench.quality import KILOBYTES, plain_text
     from sakiyomi.errors import OptionError
 
-    if weights == "auto":
+    if len(weights) == 1 and not weights[0].are_others:
         if path is not None:
             raise OptionError(f"--quality-text {path}: only smaller weights are measured on it; add --weights int8")
         return None

@@ -188,21 +188,8 @@ class Engine:
 
         Raises PromptError or OptionError where it can't be run.
         """
-        if params.stop and self._tokenizer is None:
-            raise OptionError(f"stop={params.stop!r}: needs a tokenizer; use stop_token_ids")
-        if not prompt:
-            raise PromptError("prompt: has no tokens; give at least one")
-        if len(prompt) >= self.target.context_length:
-            raise PromptError(
-                f"prompt: {len(prompt)} tokens leave no room in the context of {self.target.context_length}; shorten it"
-            )
+        prompt = self.check(prompt, params)
         vocab_size = self.target.vocab_size
-        try:
-            prompt = [int(operator.index(token)) for token in prompt]
-        except TypeError:
-            raise PromptError("prompt: token ids must be integers") from None
-        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            raise PromptError(f"prompt: token ids must be in 0..{vocab_size - 1}")
         way = method(verification)
         # Where nothing is sampled the target's own noise decides, and drafters may use it.
         sampled = way != "coupled" and params.temperature > 0 and any(each.samples for each in drafters)
@@ -218,6 +205,25 @@ class Engine:
             verification=way,
         )
 
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+        """Return the token ids of a prompt that can be run. Raises PromptError or OptionError."""
+        if params.stop and self._tokenizer is None:
+            raise OptionError(f"stop={params.stop!r}: needs a tokenizer; use stop_token_ids")
+        if not prompt:
+            raise PromptError("prompt: has no tokens; give at least one")
+        if len(prompt) >= self.target.context_length:
+            raise PromptError(
+                f"prompt: {len(prompt)} tokens leave no room in the context of {self.target.context_length}; shorten it"
+            )
+        vocab_size = self.target.vocab_size
+        try:
+            prompt = [int(operator.index(token)) for token in prompt]
+        except TypeError:
+            raise PromptError("prompt: token ids must be integers") from None
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise PromptError(f"prompt: token ids must be in 0..{vocab_size - 1}")
+        return prompt
+
     def chooser(self, prompt: Sequence[int], params: SamplingParams) -> Chooser:
         """Return what chooses the tokens after a prompt. Raises OptionError."""
         return Chooser(params, prompt, self.target.vocab_size, self._eos_ids(params))
@@ -232,13 +238,13 @@ class Engine:
             if isinstance(chunk, Exception):
                 raise chunk
             yield chunk
-            for error in chunk.record.errors:
-                warnings.warn(f"a drafter failed, the answer goes on without it: {error}", RuntimeWarning, stacklevel=2)
+            _warn(chunk)
 
     def run_together(self, requests: Iterable[Request], at_once: int) -> Iterator[tuple[int, Chunk | Exception]]:
         """Yield (index of the request, its chunk) until all are finished, with ``at_once`` of them in every round.
 
-        A request that ends leaves, the next one joins; one that fails yields its error, and the others go on.
+        A request that ends leaves, the next one joins; one that fails yields its error, and the others go on. Requests
+        are taken when there is room for them. Warns of a drafter that fails, once for each request.
         """
         waiting = enumerate(requests)
         running: dict[int, Request] = {}
@@ -249,7 +255,10 @@ class Engine:
                 return
             chunks = list(zip(running, self.round(list(running.values())), strict=True))
             running = {index: request for index, request in running.items() if request.finish_reason is None}
-            yield from chunks
+            for index, chunk in chunks:
+                yield index, chunk
+                if isinstance(chunk, Chunk):
+                    _warn(chunk)
 
     def round(self, requests: Sequence[Request]) -> list[Chunk | Exception]:
         """Run one round of unfinished requests together and return what each gained.
@@ -354,6 +363,11 @@ class _Committed:
 
     tokens: tuple[Token, ...]
     accepted: tuple[int, ...]
+
+
+def _warn(chunk: Chunk) -> None:
+    for error in chunk.record.errors:
+        warnings.warn(f"a drafter failed, the answer goes on without it: {error}", RuntimeWarning, stacklevel=3)
 
 
 def _work(request: Request, draft: Draft) -> Work:

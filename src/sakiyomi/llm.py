@@ -6,38 +6,34 @@ import operator
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, overload
 
-import torch
-
-import sakiyomi
-from sakiyomi import core, drafters, models, pairs, targets
-from sakiyomi.costs import ModelCosts, measure, measured
-from sakiyomi.cpus import cpu_name
-from sakiyomi.engine import Chunk, Engine, FinishReason
+from sakiyomi import core, drafters, pairs, targets
+from sakiyomi.costs import ModelCosts, measure
+from sakiyomi.engine import Chunk, Engine, FinishReason, Request
 from sakiyomi.errors import OptionError, PromptError
 from sakiyomi.interfaces import Drafter, Exactness, Target, Verification
+from sakiyomi.loading import DTYPES, DeviceMap, LoadedModel, check_device
 from sakiyomi.policy import AdaptivePolicy, FixedPolicy, Policy
 from sakiyomi.sampling import SamplingParams
 from sakiyomi.stats import Stats
-from sakiyomi.targets.compiled import CompiledTarget
-from sakiyomi.targets.decoder import DecoderConfig
-from sakiyomi.targets.pytorch import TorchTarget
 from sakiyomi.text import Message, Tokenizer
 from sakiyomi.verification import method
 
 Prompt = str | Sequence[int] | Sequence[Message]
-DTYPES = ("auto", "bf16", "fp32")
+BATCH_SIZE = 16
 _DEFAULT: Literal["default"] = "default"
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A finished output. ``text`` ends before a stop string; ``token_ids`` include the token that ended it."""
+    """A finished output. ``text`` ends before a stop string; ``token_ids`` include the token that ended it.
+
+    ``error``: what it failed of, where ``finish_reason`` is "error"; only in a batch, whose other outputs go on.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -45,6 +41,7 @@ class Generation:
     prompt_token_ids: tuple[int, ...]
     exactness: Exactness
     stats: Stats
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,10 @@ def load(
     num_speculative_tokens: int | None = None,
     verification: Verification = "coupled",
     draft_model: str | os.PathLike[str] | None = None,
+    draft_weights: Literal["auto", "int8"] | None = None,
     context_length: int | None = None,
+    device: str | None = None,
+    device_map: DeviceMap | None = None,
     progress: bool = True,
 ) -> LLM:
     """Load a model: a known name, a folder in Hugging Face layout, a hub id, or a .gguf file.
@@ -80,19 +80,27 @@ def load(
     ``drafter``: a name, or several joined with +; "auto" is the suffix drafter, and the draft model where one is given.
     ``num_speculative_tokens``: tokens to draft in a round; None drafts as many as pay, for which the costs of the
     model are measured once, in about a second. ``verification``: see :class:`LLM`. ``draft_model``: a smaller model to
-    draft with, named as ``model`` is; its tokenizer may be another, and its weights are int8 where the core runs.
-    ``context_length`` lowers the model's own. ``progress`` shows a bar on standard error while something is fetched or
-    converted. Warns where the compiled core isn't there, and of a draft model that is too slow to pay. Raises
-    ModelError or OptionError.
+    draft with, named as ``model`` is; its tokenizer may be another. ``draft_weights``: its ``weights``; None is int8
+    where the core runs.
+    ``context_length`` lowers the model's own. ``device`` ("cuda", "mps", ...) and ``device_map`` (as for transformers'
+    ``from_pretrained``) say where it runs: elsewhere than on the processor through its transformers module, like
+    architectures beyond the Llama family and quantised weights, for which sakiyomi[huggingface] must be installed.
+    ``progress`` shows a bar on standard error while something is fetched or converted. Warns where the compiled core
+    isn't there, and of a draft model that is too slow to pay. Raises ModelError or OptionError.
     """
     if dtype not in DTYPES:
         raise OptionError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
     targets.resolve(kernels, weights)
+    check_device(device, device_map)
     # What is wrong here should not cost the time of loading.
     if isinstance(drafter, str):
         drafters.parse(drafter, draft_model=draft_model is not None)
-    _draft_length(num_speculative_tokens)
+    draft_length(num_speculative_tokens)
     method(verification)
+    if draft_weights is not None:
+        if draft_model is None:
+            raise OptionError(f"draft_weights={draft_weights!r}: needs a draft model; name one with draft_model")
+        targets.resolve(kernels, draft_weights, "draft_weights")
     if kernels == "auto" and not core.available() and os.environ.get("SAKIYOMI_KERNELS") != "torch":
         warnings.warn(
             "the compiled core isn't there, so that torch's kernels run, which are slower; "
@@ -100,10 +108,11 @@ def load(
             RuntimeWarning,
             stacklevel=2,
         )
-    loaded = _Model.load(model, dtype, weights, kernels, context_length, progress)
+    where: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map, "progress": progress}
+    loaded = LoadedModel.load(model, weights=weights, kernels=kernels, context_length=context_length, **where)
     drafting = costs = None
     if draft_model is not None:
-        small = _Model.load(draft_model, dtype, draft_weights(kernels), kernels, None, progress)
+        small = LoadedModel.load(draft_model, weights=draft_weights, kernels=kernels, **where)
         costs = small.costs()
         drafting = pairs.draft_model(
             small.target, small.tokenizer, loaded.tokenizer, loaded.target.vocab_size, costs=costs
@@ -127,62 +136,6 @@ def load(
                 stacklevel=2,
             )
     return llm
-
-
-def draft_weights(kernels: str) -> Literal["auto", "int8"]:
-    """Return the weights that draft models are loaded with: what they lose in quality can't reach the text."""
-    return "int8" if targets.resolve(kernels, "auto") else "auto"
-
-
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """A model as it was found and loaded."""
-
-    folder: Path
-    target: CompiledTarget | TorchTarget
-    tokenizer: Tokenizer
-
-    @classmethod
-    def load(
-        cls,
-        name: str | os.PathLike[str],
-        dtype: Literal["auto", "bf16", "fp32"],
-        weights: Literal["auto", "int8"],
-        kernels: str,
-        context_length: int | None,
-        progress: bool,
-    ) -> _Model:
-        """Load what a name stands for."""
-        folder = models.resolve(name, progress=progress)
-        config = DecoderConfig.from_huggingface(models.read_config(folder))
-        if context_length is not None and not 2 <= context_length <= config.context_length:
-            raise OptionError(f"context_length={context_length}: must be in 2..{config.context_length} for this model")
-        tokenizer = Tokenizer.from_folder(folder)
-        target = targets.load_decoder(
-            config,
-            models.open_weights(folder),
-            dtype=dtype,
-            weights=weights,
-            kernels=kernels,
-            context_length=context_length,
-        )
-        return cls(folder, target, tokenizer)
-
-    def costs(self) -> ModelCosts:
-        """Return the costs of the model, as the cache has them for this machine."""
-        facts = {
-            "model": str(self.folder.resolve()),
-            "dtype": str(self.target.dtype),
-            "weights": self.target.weight_format,
-            "kernels": self.target.kernels,
-            "device": "cpu",
-            "context": self.target.context_length,
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-            "processor": cpu_name(),
-            "version": sakiyomi.__version__,
-        }
-        return ModelCosts(measured(self.target, models.cache_dir() / "costs", facts))
 
 
 class LLM:
@@ -218,7 +171,7 @@ class LLM:
         self._policy: AdaptivePolicy | None = None
         self._kept: dict[str, Drafter] = {} if draft_model is None else {drafters.MODEL: draft_model}
         self.drafter = drafter
-        self.num_speculative_tokens = _draft_length(num_speculative_tokens)
+        self.num_speculative_tokens = draft_length(num_speculative_tokens)
         self.verification = method(verification)
         self._chosen(drafter)
 
@@ -283,7 +236,29 @@ class LLM:
         setting = speculation or self._setting(drafter, num_speculative_tokens, verification)
         return self._run(self.encode(prompt), params, setting)
 
-    def generate(
+    def stream_batch(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        drafter: str | Drafter | None = _DEFAULT,
+        num_speculative_tokens: int | Literal["default"] | None = _DEFAULT,
+        verification: Verification | Literal["default"] = _DEFAULT,
+        speculation: Speculation | None = None,
+        batch_size: int = BATCH_SIZE,
+    ) -> Iterator[tuple[int, Chunk | Exception]]:
+        """Yield (index of the prompt, what its answer gained), round by round, ``batch_size`` answers at a time.
+
+        An answer that ends makes room for the next. One that fails yields its error, and the others go on.
+        ``params``: one for all, or one for each prompt. Each answer is what it would be alone: prompts that are the
+        same, with the same seed, have the same answer. The other options are those of :meth:`stream`.
+        Raises PromptError or OptionError at once where one of the prompts can't be run.
+        """
+        setting = speculation or self._setting(drafter, num_speculative_tokens, verification)
+        return self._run_batch([self.encode(prompt) for prompt in prompts], params, setting, batch_size)
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str too
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
@@ -292,32 +267,79 @@ class LLM:
         num_speculative_tokens: int | Literal["default"] | None = _DEFAULT,
         verification: Verification | Literal["default"] = _DEFAULT,
         speculation: Speculation | None = None,
-    ) -> Generation:
-        """Return the whole answer with its statistics. Options are those of :meth:`stream`, and so are errors."""
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        drafter: str | Drafter | None = _DEFAULT,
+        num_speculative_tokens: int | Literal["default"] | None = _DEFAULT,
+        verification: Verification | Literal["default"] = _DEFAULT,
+        speculation: Speculation | None = None,
+        batch_size: int = BATCH_SIZE,
+    ) -> list[Generation]: ...
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        drafter: str | Drafter | None = _DEFAULT,
+        num_speculative_tokens: int | Literal["default"] | None = _DEFAULT,
+        verification: Verification | Literal["default"] = _DEFAULT,
+        speculation: Speculation | None = None,
+        batch_size: int = BATCH_SIZE,
+    ) -> Generation | list[Generation]:
+        """Return the whole answer with its statistics; of a list of prompts a list, in their order.
+
+        Options are those of :meth:`stream` and, for a list, of :meth:`stream_batch`; so are errors, save that an answer
+        of a list that fails has its error in ``Generation.error``. Times are counted from the call on.
+        """
         setting = speculation or self._setting(drafter, num_speculative_tokens, verification)
         began = time.perf_counter()
-        ids = self.encode(prompt)
-        chunks: list[Chunk] = []
-        first = 0.0
-        for chunk in self._run(ids, params, setting):
-            chunks.append(chunk)
-            first = first or time.perf_counter() - began
-        finish_reason = chunks[-1].finish_reason
-        assert finish_reason is not None
-        return Generation(
-            text="".join(chunk.text for chunk in chunks),
-            token_ids=tuple(token.id for chunk in chunks for token in chunk.tokens),
-            finish_reason=finish_reason,
-            prompt_token_ids=tuple(ids),
-            exactness=self.exactness,
-            stats=Stats(tuple(chunk.record for chunk in chunks), first, time.perf_counter() - began),
-        )
+        if not _is_batch(prompt):
+            if params is not None and not isinstance(params, SamplingParams):
+                raise OptionError(f"params: {len(params)} of them for one prompt; give one, or a list of prompts")
+            ids = self.encode(cast("Prompt", prompt))
+            folded = _Folded(ids, began)
+            for chunk in self._run(ids, params, setting):
+                folded.add(chunk)
+            return folded.generation(self.exactness)
+        many = [self.encode(each) for each in cast("Sequence[Prompt]", prompt)]
+        outputs = [_Folded(ids, began) for ids in many]
+        for index, gained in self._run_batch(many, params, setting, batch_size):
+            outputs[index].add(gained)
+        return [each.generation(self.exactness) for each in outputs]
 
     def _run(self, ids: list[int], params: SamplingParams | None, setting: Speculation) -> Iterator[Chunk]:
-        request = self.engine.request(
-            ids, params or SamplingParams(), setting.drafters, setting.policy, setting.verification
-        )
-        return self.engine.run(request)
+        return self.engine.run(self._request(ids, params or SamplingParams(), setting))
+
+    def _request(self, ids: list[int], params: SamplingParams, setting: Speculation) -> Request:
+        return self.engine.request(ids, params, setting.drafters, setting.policy, setting.verification)
+
+    def _run_batch(
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        setting: Speculation,
+        batch_size: int,
+    ) -> Iterator[tuple[int, Chunk | Exception]]:
+        if batch_size < 1:
+            raise OptionError(f"batch_size={batch_size}: must be at least 1, the most answers in a round")
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise OptionError(f"params: {len(params)} of them for {len(prompts)} prompts; give one, or one for each")
+        for index, (ids, each) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                self.engine.check(ids, each)
+            except PromptError as error:
+                raise PromptError(f"prompt {index}: {error}") from None
+        requests = (self._request(ids, each, setting) for ids, each in zip(prompts, params, strict=True))
+        return self.engine.run_together(requests, batch_size)
 
     def _setting(
         self,
@@ -339,7 +361,7 @@ class LLM:
     def _length(self, num_speculative_tokens: int | Literal["default"] | None) -> int | None:
         if isinstance(num_speculative_tokens, str) and num_speculative_tokens == _DEFAULT:
             return self.num_speculative_tokens
-        return _draft_length(num_speculative_tokens)
+        return draft_length(num_speculative_tokens)
 
     def _verification(self, verification: Verification | Literal["default"]) -> Verification:
         return self.verification if verification == _DEFAULT else method(verification)
@@ -354,8 +376,7 @@ class LLM:
         if drafter is None:
             return ()
         if not isinstance(drafter, str):
-            if not all(hasattr(drafter, name) for name in ("name", "costs", "samples", "session")):
-                raise OptionError(f"drafter={drafter!r}: must be a name or a drafter")
+            drafters.check(drafter)
             return (drafter,)
         names = drafters.parse(drafter, draft_model=drafters.MODEL in self._kept)
         if kept is None:
@@ -366,7 +387,45 @@ class LLM:
         return tuple(kept[name] for name in names)
 
 
-def _draft_length(num_speculative_tokens: Any) -> int | None:
+def _is_batch(prompt: Prompt | Sequence[Prompt]) -> bool:
+    """Return whether these are several prompts: a list of texts, of lists of ids, or of lists of messages."""
+    if isinstance(prompt, str) or not len(prompt):
+        return False
+    return not isinstance(prompt[0], Integral | Mapping)
+
+
+class _Folded:
+    """The chunks of one answer so far."""
+
+    def __init__(self, prompt: list[int], began: float) -> None:
+        self._prompt, self._began = prompt, began
+        self._chunks: list[Chunk] = []
+        self._first = self._last = 0.0
+        self._error: Exception | None = None
+
+    def add(self, gained: Chunk | Exception) -> None:
+        self._last = time.perf_counter() - self._began
+        if isinstance(gained, Exception):
+            self._error = gained
+            return
+        self._chunks.append(gained)
+        self._first = self._first or self._last
+
+    def generation(self, exactness: Exactness) -> Generation:
+        finish_reason = "error" if self._error else self._chunks[-1].finish_reason
+        assert finish_reason is not None
+        return Generation(
+            text="".join(chunk.text for chunk in self._chunks),
+            token_ids=tuple(token.id for chunk in self._chunks for token in chunk.tokens),
+            finish_reason=finish_reason,
+            prompt_token_ids=tuple(self._prompt),
+            exactness=exactness,
+            stats=Stats(tuple(chunk.record for chunk in self._chunks), self._first, self._last),
+            error=self._error,
+        )
+
+
+def draft_length(num_speculative_tokens: Any) -> int | None:
     """Return a number of draft tokens, None for as many as pay. Raises OptionError."""
     if num_speculative_tokens is None:
         return None

@@ -246,10 +246,14 @@ def _slow(target: Side, draft: Side, ratio: float | None) -> str | None:
     return said and f"a row of the draft model {said}: that can't pay; use a model several times smaller"
 
 
-def _weight_bytes(config: DecoderConfig, width: int, int8: bool) -> int:
-    """Return about how many bytes weights of so many bytes each take; integers are one."""
+def row_weights(config: DecoderConfig) -> int:
+    """Return how many weights a row is multiplied with: those of the layers and of the head."""
     heads, head_dim, hidden = config.heads + config.kv_heads, config.head_dim, config.hidden_size
     layer = 2 * heads * head_dim * hidden + 3 * hidden * config.intermediate_size
-    head = config.vocab_size * hidden
-    table = 0 if config.tied and not int8 else head * width
-    return (config.layers * layer + head) * (1 if int8 else width) + table
+    return config.layers * layer + config.vocab_size * hidden
+
+
+def _weight_bytes(config: DecoderConfig, width: int, int8: bool) -> int:
+    """Return about how many bytes weights of so many bytes each take; integers are one."""
+    table = 0 if config.tied and not int8 else config.vocab_size * config.hidden_size * width
+    return row_weights(config) * (1 if int8 else width) + table

@@ -105,6 +105,29 @@ class FixedSession:
         """Learn nothing."""
 
 
+class AtMost:
+    """Another policy that may draft at most ``most`` tokens in a row."""
+
+    def __init__(self, policy: Policy, most: int) -> None:
+        self._policy, self._most = policy, most
+
+    def session(self, sources: Sequence[Source]) -> PolicySession:
+        """Begin a sequence with these drafters."""
+        return _AtMostSession(self._policy.session(sources), self._most)
+
+
+@dataclass(frozen=True, slots=True)
+class _AtMostSession:
+    session: PolicySession
+    most: int
+
+    def draft(self, left: int, context: int, rows: int, sequences: int) -> Draft:
+        return self.session.draft(min(left, self.most), context, rows, sequences)
+
+    def observe(self, checked: Checked) -> None:
+        self.session.observe(checked)
+
+
 class AdaptivePolicy:
     """Drafts as many tokens as pay, from whichever drafter pays most; none where none does.
 

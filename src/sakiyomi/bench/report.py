@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sakiyomi.bench.quality import Quality
-from sakiyomi.bench.runner import PLAIN, BenchResult, Summary
+from sakiyomi.bench.runner import BenchResult, Summary, plain_case
+from sakiyomi.bench.weights import WeightsFacts
 from sakiyomi.cpus import cpu_name
 from sakiyomi.interfaces import Exactness
 from sakiyomi.stats import Spread
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from sakiyomi.llm import LLM
 
 Facts = Mapping[str, str | int]
+OfWeights = Mapping[str, WeightsFacts]
+"""Facts of each of several weights, by name."""
 
 # A loss is as loud as a win, and the word says it where there is no colour.
 _STYLES = {"faster": "bold green", "slower": "bold red", "unclear": "bold yellow"}
@@ -63,8 +66,11 @@ def machine_facts(
     return facts
 
 
-def model_facts(llm: LLM, model: str, draft_model: str | None) -> dict[str, str | int]:
-    """Return the facts of the machine and of a loaded model; ``model`` and ``draft_model`` are the user's names."""
+def model_facts(llm: LLM, model: str, draft_model: str | None, others: Sequence[LLM] = ()) -> dict[str, str | int]:
+    """Return the facts of the machine and of a loaded model; ``model`` and ``draft_model`` are the user's names.
+
+    ``others``: the same model with other weights; facts that differ are joined with a slash.
+    """
     dtype = str(getattr(llm.target, "dtype", "unknown")).removeprefix("torch.")
     facts = machine_facts(
         model=model,
@@ -75,11 +81,19 @@ def model_facts(llm: LLM, model: str, draft_model: str | None) -> dict[str, str 
     )
     if draft_model:
         facts["draft model"] = draft_model
+    more = [model_facts(each, model, draft_model) for each in others]
+    for name in ("dtype", "weights", "kernels", "exactness"):
+        facts[name] = "/".join(dict.fromkeys(str(each[name]) for each in (facts, *more)))
     return facts
 
 
-def render(result: BenchResult, facts: Facts | None = None, quality: Quality | None = None) -> Group:
-    """Return what ``rich.print`` shows: one table with a group of rows per category, then what to note."""
+def render(
+    result: BenchResult, facts: Facts | None = None, quality: Quality | None = None, weights: OfWeights | None = None
+) -> Group:
+    """Return what ``rich.print`` shows: one table with a group of rows per category, then what to note.
+
+    ``weights``: of each of several weights; makes a second table, of what they cost and gain.
+    """
     # Cells fold where the screen is narrow: a cut figure is worse than an ugly one.
     table = Table(title=_headline(result), title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("case", overflow="fold", min_width=14)
@@ -103,12 +117,17 @@ def render(result: BenchResult, facts: Facts | None = None, quality: Quality | N
         for each in summaries:
             table.add_row(*_row(each)[: len(table.columns)])
     parts: list[Table | Text] = [table] if result.summaries else [Text(_headline(result))]
-    parts.extend(Text(note, style="bold red" if loud else "") for loud, note in _notes(result, facts, quality))
+    if weights and result.summaries:
+        parts.append(_weights_table(result, weights))
+    notes = _notes(result, facts, quality, weights)
+    parts.extend(Text(note, style="bold red" if loud else "") for loud, note in notes)
     return Group(*parts)
 
 
-def markdown(result: BenchResult, facts: Facts | None = None, quality: Quality | None = None) -> str:
-    """Return a Markdown table and its notes, for a README."""
+def markdown(
+    result: BenchResult, facts: Facts | None = None, quality: Quality | None = None, weights: OfWeights | None = None
+) -> str:
+    """Return a Markdown table, a second one where there are several weights, and notes, for a README."""
     lines = [
         "| category | case | speed-up, spread | verdict | TPOT ms | tokens per target call "
         "| acceptance rate | drafted per round | per draft | rounds without draft | overhead | identical |",
@@ -119,36 +138,55 @@ def markdown(result: BenchResult, facts: Facts | None = None, quality: Quality |
             cells = (
                 category,
                 each.case,
-                "1.00" if each.case == PLAIN else _spread(each.speedup),
-                "" if each.case == PLAIN else each.verdict,
+                "1.00" if each.is_plain else _spread(each.speedup),
+                "" if each.is_plain else each.verdict,
                 _milliseconds(each.tpot_s, 1),
                 _number(each.tokens_per_target_call, 2),
                 _percent(each.acceptance_rate),
-                "" if each.case == PLAIN else _number(each.mean_drafted, 1),
-                "" if each.case == PLAIN else _number(each.mean_draft_length, 1),
-                "" if each.case == PLAIN else _percent(each.rounds_without_draft),
+                "" if each.is_plain else _number(each.mean_drafted, 1),
+                "" if each.is_plain else _number(each.mean_draft_length, 1),
+                "" if each.is_plain else _percent(each.rounds_without_draft),
                 _percent(each.overhead),
                 f"{each.identical}/{each.compared}" if each.compared else "-",
             )
             lines.append("| " + " | ".join(_escape(cell) for cell in cells) + " |")
-    notes = [_headline(result), *(note for _, note in _notes(result, facts, quality))]
+    if weights and result.summaries:
+        lines += ["", "| " + " | ".join(_WEIGHTS_COLUMNS) + " |", "|---" * len(_WEIGHTS_COLUMNS) + "|"]
+        lines += ["| " + " | ".join(map(_escape, row)) + " |" for row in _weights_rows(result, weights)]
+    notes = [_headline(result), *(note for _, note in _notes(result, facts, quality, weights))]
     return "\n".join(lines) + "\n\n" + "\n".join(f"- {_escape(note)}" for note in notes) + "\n"
 
 
-def as_dict(result: BenchResult, facts: Facts | None = None, quality: Quality | None = None) -> dict[str, object]:
-    """Return the result ready for JSON: settings, summaries, differences, and every generation's metrics."""
+def as_dict(
+    result: BenchResult, facts: Facts | None = None, quality: Quality | None = None, weights: OfWeights | None = None
+) -> dict[str, object]:
+    """Return the result ready for JSON: settings, summaries, differences, and every generation's metrics.
+
+    Of several weights also ``weights``, with what is read of them and their quality; summaries have the speed of each
+    against the first.
+    """
     params = {field.name: getattr(result.params, field.name) for field in fields(result.params)}
     params["logit_bias"] = dict(result.params.logit_bias)
     params["processors"] = len(result.params.processors)  # functions have no JSON
-    return {
+    left_out = () if result.weights != ("",) else ("weights", "reference_")  # of one, they would say nothing new
+    found: dict[str, object] = {
         "machine": dict(facts or {}),
         "quality": asdict(quality) if quality else None,
         "params": params,
         "repeats": result.repeats,
         "seed": result.seed,
         "partial": result.partial,
-        "candidates": [asdict(each) for each in result.candidates],
-        "summaries": [{**asdict(each), "verdict": each.verdict} for each in result.summaries],
+        "candidates": [
+            {name: value for name, value in asdict(each).items() if "weights" not in name or value}
+            for each in result.candidates
+        ],
+        "summaries": [
+            {
+                **{name: value for name, value in asdict(each).items() if not name.startswith(left_out)},
+                "verdict": each.verdict,
+            }
+            for each in result.summaries
+        ],
         "differences": [asdict(each) for each in result.differences],
         "skipped": [asdict(each) for each in result.skipped],
         "measurements": [
@@ -162,6 +200,9 @@ def as_dict(result: BenchResult, facts: Facts | None = None, quality: Quality | 
             for each in result.measurements
         ],
     }
+    if weights:
+        found["weights"] = [{"name": name, **asdict(each)} for name, each in weights.items()]
+    return found
 
 
 def _groups(result: BenchResult) -> Iterator[tuple[str, list[Summary]]]:
@@ -174,7 +215,7 @@ def _groups(result: BenchResult) -> Iterator[tuple[str, list[Summary]]]:
 
 
 def _row(summary: Summary) -> list[Text]:
-    plain = summary.case == PLAIN
+    plain = summary.is_plain
     style = "" if plain else _STYLES[summary.verdict]
     return [
         Text(summary.case),
@@ -201,7 +242,73 @@ def _headline(result: BenchResult) -> str:
     )
 
 
-def _notes(result: BenchResult, facts: Facts | None, quality: Quality | None) -> Iterator[tuple[bool, str]]:
+_WEIGHTS_COLUMNS = (
+    "weights",
+    "MB per token",
+    "perplexity",
+    "same token",
+    "same text",
+    "case",
+    "speed, spread",
+    "total time",
+    "identical",
+)
+
+
+def _weights_rows(result: BenchResult, weights: OfWeights) -> Iterator[tuple[str, ...]]:
+    """Yield a row of _WEIGHTS_COLUMNS for every case: all prompts, against plain decoding with the first weights."""
+    for each in result.summaries:
+        if each.category is not None:
+            continue
+        cells = [""] * 5
+        if each.is_plain:
+            found = weights[each.weights]
+            size = "-" if found.bytes_per_token is None else f"{found.bytes_per_token / 1e6:.0f}"
+            quality = found.quality
+            lost = (f"{quality.ratio:.4f}", f"{quality.agreement:.1%}") if quality else ("1", "")
+            same = f"{each.reference_identical}/{each.compared}" if each.weights != result.weights[0] else ""
+            cells = [each.weights, size, *lost, same]
+        yield (
+            *cells,
+            each.case.removeprefix(f"{each.weights} "),
+            "1.00" if each.case == plain_case(result.weights[0]) else _spread(each.reference_speedup),
+            _number(each.reference_total_time_ratio, 2),
+            f"{each.identical}/{each.compared}" if each.compared else "-",
+        )
+
+
+def _weights_table(result: BenchResult, weights: OfWeights) -> Table:
+    title = f"All prompts against {plain_case(result.weights[0])}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    for header in _WEIGHTS_COLUMNS:
+        left = header in ("weights", "case")
+        # A word each line: numbers are shorter than what they are called.
+        table.add_column(header.replace(" ", "\n"), justify="left" if left else "right", overflow="fold")
+    for row in _weights_rows(result, weights):
+        if row[0]:
+            table.add_section()
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def _weights_notes(result: BenchResult, weights: OfWeights) -> Iterator[str]:
+    """Yield what the figures of several weights mean."""
+    first = plain_case(result.weights[0])
+    yield (
+        f"Weights: speed = TPOT of {first} / TPOT, and total time likewise, though other weights may write shorter or "
+        f"longer answers. Same text: prompts that plain decoding answers as {first} does. Identical: to plain decoding "
+        "with the same weights. MB per token: what a row reads of weights, about."
+    )
+    if quality := next((each.quality for each in weights.values() if each.quality), None):
+        yield (
+            f"Perplexity: as multiples of {quality.reference_perplexity:.4f}, that of {result.weights[0]}; same token: "
+            f"where it finds the same one likeliest, of {quality.tokens} tokens. Text: {quality.text}."
+        )
+
+
+def _notes(
+    result: BenchResult, facts: Facts | None, quality: Quality | None, weights: OfWeights | None
+) -> Iterator[tuple[bool, str]]:
     """Yield notes in reading order, and whether each is bad news."""
     if result.partial:
         measured = any(each.category is None for each in result.summaries)
@@ -221,25 +328,27 @@ def _notes(result: BenchResult, facts: Facts | None, quality: Quality | None) ->
         )
     for case, (count, errors) in _failures(result).items():
         yield True, f"FAILED: {case}, in {count} answers, which went on without it: {'; '.join(errors)}"
-    compared = sum(each.compared for each in result.summaries if each.category is None and each.case != PLAIN)
+    compared = sum(each.compared for each in result.summaries if each.category is None and not each.is_plain)
+    own = " with the same weights" if len(result.weights) > 1 else ""
     if compared and not result.differences:
         yield (
             False,
-            f"Same output: every candidate's tokens are identical to plain ({compared} of {compared}).",
+            f"Same output: every candidate's tokens are identical to plain{own} ({compared} of {compared}).",
         )
     if any(not each.keeps_tokens(result.params) for each in result.candidates):
         yield False, "Sampled with rejection or block, texts differ and have the same distribution: not compared."
     if result.summaries:
         yield (
             False,
-            "Speed-up = plain TPOT / speculative TPOT: the median over paired prompts, and the quartiles "
+            f"Speed-up = plain TPOT{own} / speculative TPOT: the median over paired prompts, and the quartiles "
             "(fewer than 4 prompts: lowest and highest). Unclear: that spread includes 1, or fewer than 3 prompts.",
         )
     for summary in result.summaries:
-        if summary.category is None and summary.case != PLAIN:
+        if summary.category is None and not summary.is_plain:
+            plain = plain_case(summary.weights)
             yield (
                 False,
-                f"Total time of plain / {summary.case}: {_number(summary.total_time_ratio, 2)} over all prompts; "
+                f"Total time of {plain} / {summary.case}: {_number(summary.total_time_ratio, 2)} over all prompts; "
                 f"the worst prompt {_number(summary.worst_total_time_ratio, 2)}.",
             )
     if quality:
@@ -249,6 +358,9 @@ def _notes(result: BenchResult, facts: Facts | None, quality: Quality | None) ->
             f"(ratio {quality.ratio:.4f}); the same likeliest token at {quality.agreement:.1%} of {quality.tokens} "
             f"tokens. Text: {quality.text}.",
         )
+    if weights and result.summaries:
+        for note in _weights_notes(result, weights):
+            yield False, note
     if facts:
         yield False, ", ".join(f"{name}: {value}" for name, value in facts.items())
 

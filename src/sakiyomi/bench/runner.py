@@ -1,13 +1,15 @@
-"""Plain decoding against every candidate: paired on the same prompts, interleaved in one run."""
+"""Plain decoding against every candidate, with one or several kinds of weights: paired on the same prompts, interleaved
+in one run.
+"""
 
 from __future__ import annotations
 
 import itertools
 import random
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 from sakiyomi.bench.workload import Prompt
 from sakiyomi.errors import OptionError, PromptError
@@ -62,12 +64,15 @@ class BenchLLM(Protocol[Setting]):
 class Candidate:
     """What to measure: a drafter, or several joined with +, and the tokens to draft in a round; None: as many as pay.
 
-    ``verification``: which of them stand. Raises OptionError where they can't work.
+    ``verification``: which of them stand. ``weights`` and ``draft_weights``: which of several are measured, those of
+    the target and those of its draft model. Raises OptionError where they can't work.
     """
 
     drafter: str
     num_speculative_tokens: int | None = None
     verification: Verification = "coupled"
+    weights: str = ""
+    draft_weights: str = ""
 
     def __post_init__(self) -> None:
         if self.drafter in ("", "none", PLAIN):
@@ -80,19 +85,29 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The name in results, like ``ngram k=5`` or ``suffix+ngram adaptive``."""
+        """The name in results, like ``ngram k=5`` or ``bf16 model adaptive, draft int8``."""
         k = self.num_speculative_tokens
         way = "" if self.verification == "coupled" else f" {self.verification}"
-        return f"{self.drafter} {'adaptive' if k is None else f'k={k}'}{way}"
+        draft = f", draft {self.draft_weights}" if self.draft_weights else ""
+        return _with(self.weights, f"{self.drafter} {'adaptive' if k is None else f'k={k}'}{way}{draft}")
 
     def keeps_tokens(self, params: SamplingParams) -> bool:
         """Return whether the tokens must be those of plain decoding; else it is their distribution that is."""
         return self.verification == "coupled" or params.temperature == 0
 
 
+def plain_case(weights: str = "") -> str:
+    """Return the name in results of plain decoding with these weights, like ``plain`` or ``bf16 plain``."""
+    return _with(weights, PLAIN)
+
+
+def _with(weights: str, name: str) -> str:
+    return f"{weights} {name}" if weights else name
+
+
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One generation: ``case`` is ``plain`` or the name of a candidate."""
+    """One generation: ``case`` is the name of plain decoding or of a candidate."""
 
     prompt_id: str
     category: str
@@ -104,7 +119,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Output unlike the first plain output of its prompt. A token is None where that output had ended."""
+    """Output unlike the first plain one of its prompt and weights. A token is None where that output had ended."""
 
     prompt_id: str
     case: str
@@ -129,9 +144,11 @@ class Summary:
     Counts are pooled. Times are first, for each prompt, the median over repeats: ``tpot_s`` and ``ttft_s``
     spread these over prompts, ``speedup`` spreads plain TPOT / TPOT over prompts, ``total_time_ratio`` is the
     sum of plain total times / the sum of total times, ``worst_total_time_ratio`` the lowest that this is of one
-    prompt. For these ratios, above 1 is faster than plain.
+    prompt. For these ratios, above 1 is faster than plain, which is plain decoding with the case's own ``weights``.
     ``identical`` of ``compared`` prompts gave the plain output in every repeat; none is compared where the case keeps
     only the distribution.
+    ``reference_...`` are the same against plain decoding with the weights that were named first. Other weights write
+    other texts, so that ``reference_identical`` is a finding and not a test.
     """
 
     category: str | None
@@ -151,6 +168,15 @@ class Summary:
     worst_total_time_ratio: float | None
     identical: int
     compared: int
+    weights: str
+    reference_speedup: Spread | None
+    reference_total_time_ratio: float | None
+    reference_identical: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is plain decoding."""
+        return self.case == plain_case(self.weights)
 
     @property
     def verdict(self) -> Literal["faster", "slower", "unclear"]:
@@ -165,8 +191,12 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """What a run measured. ``partial``: it was interrupted, and only complete comparisons are summarised."""
+    """What a run measured. ``partial``: it was interrupted, and only complete comparisons are summarised.
 
+    ``weights``: their names, the reference first; one without a name where there was nothing to tell apart.
+    """
+
+    weights: tuple[str, ...]
     candidates: tuple[Candidate, ...]
     params: SamplingParams
     repeats: int
@@ -179,7 +209,7 @@ class BenchResult:
 
 
 def run_benchmark(
-    llm: BenchLLM[Setting],
+    llms: BenchLLM[Setting] | Mapping[tuple[str, str], BenchLLM[Setting]],
     prompts: Sequence[Prompt],
     candidates: Sequence[Candidate],
     params: SamplingParams | None = None,
@@ -190,21 +220,26 @@ def run_benchmark(
 ) -> BenchResult:
     """Measure plain decoding and every candidate on every prompt, and compare their output.
 
+    ``llms``: one, or several by the names of their weights and of their draft model's: ("int8", "") is the one that a
+    candidate with weights int8 runs on. With each of the weights plain decoding is measured too, on the LLM whose draft
+    weights have no name. The first weights are the reference: speed is compared with theirs, and with plain decoding
+    of the same weights; the output has to be the same only with the same weights.
+
     Each prompt is answered by all cases one after another, in an order that changes (by ``seed``) from prompt
     to prompt, so that a machine that drifts is unfair to none. What a candidate learns it keeps from prompt to
     prompt, as in real use, but not from one repeat to the next, where it would remember the very answers.
     An interrupt (Ctrl-C) ends the run with what is measured so far. A prompt that can't be answered is skipped
     and reported. Raises OptionError for options that can't work, PromptError if no prompt at all can be answered.
     """
-    cases: dict[str, Candidate | None] = {PLAIN: None, **{each.name: each for each in candidates}}
+    if not isinstance(llms, Mapping):
+        llms = {("", ""): llms}
+    cases = _cases(llms, candidates)
     if repeats < 1:
         raise OptionError(f"repeats={repeats}: must be at least 1")
     if not prompts:
         raise OptionError("prompts=(): must be at least one prompt")
     if len({prompt.id for prompt in prompts}) < len(prompts):
         raise OptionError("prompts: every id must be different")
-    if len(cases) < len(candidates) + 1:
-        raise OptionError(f"candidates={[each.name for each in candidates]}: must all be different")
     params = params or SamplingParams()
 
     measurements: list[Measurement] = []
@@ -215,15 +250,18 @@ def run_benchmark(
     orders = _orders(list(cases), seed)
     try:
         report(0, total, "warm-up")
-        _warm_up(llm, prompts, _settings(llm, cases), params)
+        settings = _settings(cases)
+        _warm_up(cases, prompts, settings, params)
         for block, (repeat, prompt) in enumerate(itertools.product(range(repeats), prompts)):
             if block % len(prompts) == 0:
-                settings = _settings(llm, cases)
+                settings = _settings(cases)
             if prompt.id in skipped:
                 continue
             for i, case in enumerate(next(orders)):
                 try:
-                    generation = llm.generate(prompt.input, params, drafter=None, speculation=settings[case])
+                    generation = cases[case].llm.generate(
+                        prompt.input, params, drafter=None, speculation=settings[case]
+                    )
                 except PromptError as error:
                     skipped[prompt.id] = Skipped(prompt.id, str(error))
                     break
@@ -243,44 +281,82 @@ def run_benchmark(
     if len(skipped) == len(prompts):
         raise PromptError(f"no prompt can be answered; the first: {next(iter(skipped.values())).reason}")
 
-    comparable = {case for case, candidate in cases.items() if candidate is None or candidate.keeps_tokens(params)}
-    differences = _differences([each for each in measurements if each.case in comparable])
+    comparable = {name for name, case in cases.items() if not case.candidate or case.candidate.keeps_tokens(params)}
+    compared = [each for each in measurements if each.case in comparable]
+    differences = _differences(compared, {name: plain_case(case.weights) for name, case in cases.items()})
+    weights = tuple(dict.fromkeys(case.weights for case in cases.values()))
+    other_texts = _differences(compared, dict.fromkeys(cases, plain_case(weights[0])))
     return BenchResult(
+        weights=weights,
         candidates=tuple(candidates),
         params=params,
         repeats=repeats,
         seed=seed,
         partial=partial,
         measurements=tuple(measurements),
-        summaries=_summaries(measurements, list(cases), comparable, differences),
+        summaries=_summaries(measurements, cases, comparable, differences, other_texts),
         differences=differences,
         skipped=tuple(skipped.values()),
     )
 
 
-def _settings(llm: BenchLLM[Setting], cases: dict[str, Candidate | None]) -> dict[str, Setting | None]:
+@dataclass(frozen=True, slots=True)
+class _Case(Generic[Setting]):
+    """A candidate, or None for plain decoding, with the LLM that it runs on."""
+
+    weights: str
+    llm: BenchLLM[Setting]
+    candidate: Candidate | None = None
+
+
+def _cases(
+    llms: Mapping[tuple[str, str], BenchLLM[Setting]], candidates: Sequence[Candidate]
+) -> dict[str, _Case[Setting]]:
+    """Return all cases by name: those of the reference first, and plain decoding first of each weights."""
+    unknown = [each.name for each in candidates if (each.weights, each.draft_weights) not in llms]
+    plain = dict.fromkeys(weights for weights, _ in llms)
+    if unknown or any((weights, "") not in llms for weights in plain):
+        raise OptionError(
+            f"llms={list(llms)}: must have one for the weights of every candidate, and of each weights one whose draft "
+            f"weights have no name{f'; lacks that of {unknown[0]}' if unknown else ''}"
+        )
+    cases: dict[str, _Case[Setting]] = {}
+    for weights in plain:
+        cases[plain_case(weights)] = _Case(weights, llms[weights, ""])
+        for each in candidates:
+            if each.weights == weights:
+                cases[each.name] = _Case(weights, llms[weights, each.draft_weights], each)
+    if len(cases) < len(candidates) + len(plain):
+        raise OptionError(f"candidates={[each.name for each in candidates]}: must all be different")
+    return cases
+
+
+def _settings(cases: Mapping[str, _Case[Setting]]) -> dict[str, Setting | None]:
     """Return a setting for each case that has learned nothing, None for plain decoding."""
     settings: dict[str, Setting | None] = {}
-    for case, candidate in cases.items():
-        settings[case] = None
-        if candidate:
-            settings[case] = llm.speculation(
+    for name, case in cases.items():
+        settings[name] = None
+        if candidate := case.candidate:
+            settings[name] = case.llm.speculation(
                 candidate.drafter, candidate.num_speculative_tokens, candidate.verification
             )
-            assert settings[case] is not None, "a candidate drafts"
+            assert settings[name] is not None, "a candidate drafts"
     return settings
 
 
 def _warm_up(
-    llm: BenchLLM[Setting], prompts: Sequence[Prompt], settings: dict[str, Setting | None], params: SamplingParams
+    cases: Mapping[str, _Case[Setting]],
+    prompts: Sequence[Prompt],
+    settings: Mapping[str, Setting | None],
+    params: SamplingParams,
 ) -> None:
     """Answer one prompt briefly in every case, so that loading and first calls are in no measurement."""
     tokens = min(params.max_new_tokens, WARM_UP_TOKENS)
     brief = replace(params, max_new_tokens=tokens, min_new_tokens=min(params.min_new_tokens, tokens))
     for prompt in prompts:
         try:
-            for setting in settings.values():
-                llm.generate(prompt.input, brief, drafter=None, speculation=setting)
+            for name, case in cases.items():
+                case.llm.generate(prompt.input, brief, drafter=None, speculation=settings[name])
         except PromptError:  # reported when its turn comes
             continue
         return
@@ -295,15 +371,14 @@ def _orders(cases: list[str], seed: int) -> Iterator[list[str]]:
             yield cases[i:] + cases[:i]
 
 
-def _differences(measurements: Sequence[Measurement]) -> tuple[Difference, ...]:
-    """Compare every output, later plain ones too, with the first plain output of its prompt."""
-    references: dict[str, tuple[int, ...]] = {}
+def _differences(measurements: Sequence[Measurement], plain: Mapping[str, str]) -> tuple[Difference, ...]:
+    """Compare every output with the first one of its prompt by the case that ``plain`` names for its own."""
+    first: dict[tuple[str, str], tuple[int, ...]] = {}
     for each in measurements:
-        if each.case == PLAIN:
-            references.setdefault(each.prompt_id, each.token_ids)
+        first.setdefault((each.prompt_id, each.case), each.token_ids)
     differences = []
     for each in measurements:
-        reference = references.get(each.prompt_id, each.token_ids)
+        reference = first.get((each.prompt_id, plain[each.case]), each.token_ids)
         pairs = itertools.zip_longest(reference, each.token_ids)
         for position, (plain_token, token) in enumerate(pairs):
             if plain_token != token:
@@ -313,7 +388,11 @@ def _differences(measurements: Sequence[Measurement]) -> tuple[Difference, ...]:
 
 
 def _summaries(
-    measurements: Sequence[Measurement], cases: list[str], comparable: set[str], differences: Sequence[Difference]
+    measurements: Sequence[Measurement],
+    cases: Mapping[str, _Case[Setting]],
+    comparable: set[str],
+    differences: Sequence[Difference],
+    other_texts: Sequence[Difference],
 ) -> tuple[Summary, ...]:
     """Summarise every case by category, then over all prompts."""
     blocks: dict[tuple[str, int], list[Measurement]] = {}
@@ -322,14 +401,19 @@ def _summaries(
     # A block that was cut short would give some cases a prompt that others lack.
     complete = [each for block in blocks.values() if len(block) == len(cases) for each in block]
     different = {(each.prompt_id, each.case) for each in differences}
+    other = {(each.prompt_id, each.case) for each in other_texts}
     summaries = []
     for category in (*dict.fromkeys(each.category for each in complete), None):
         rows = [each for each in complete if category in (None, each.category)]
-        times = {case: _times(rows, case) for case in cases}
-        for case in cases:
+        times = {name: _times(rows, name) for name in cases}
+        reference = next(iter(times.values()))
+        for name, case in cases.items():
             if rows:
-                summary = _summary(category, case, rows, times[case], times[PLAIN], different)
-                summaries.append(summary if case in comparable else replace(summary, identical=0, compared=0))
+                plain = times[plain_case(case.weights)]
+                summary = _summary(category, name, case.weights, rows, times[name], plain, reference, different, other)
+                if name not in comparable:
+                    summary = replace(summary, identical=0, compared=0, reference_identical=0)
+                summaries.append(summary)
     return tuple(summaries)
 
 
@@ -361,10 +445,13 @@ def _times(rows: Sequence[Measurement], case: str) -> dict[str, _Times]:
 def _summary(
     category: str | None,
     case: str,
+    weights: str,
     rows: Sequence[Measurement],
     times: dict[str, _Times],
     plain: dict[str, _Times],
+    reference: dict[str, _Times],
     different: set[tuple[str, str]],
+    other: set[tuple[str, str]],
 ) -> Summary:
     pooled = Stats.merge(each.stats for each in rows if each.case == case)
     total_ratios = [ratio(plain[prompt_id].total_s, each.total_s) for prompt_id, each in times.items()]
@@ -381,11 +468,21 @@ def _summary(
         overhead=pooled.overhead,
         tpot_s=spread(each.tpot_s for each in times.values()),
         ttft_s=spread(each.ttft_s for each in times.values()),
-        speedup=spread(ratio(plain[prompt_id].tpot_s, each.tpot_s) for prompt_id, each in times.items()),
-        total_time_ratio=ratio(
-            sum(each.total_s for each in plain.values()), sum(each.total_s for each in times.values())
-        ),
+        speedup=_speedup(plain, times),
+        total_time_ratio=_total_time_ratio(plain, times),
         worst_total_time_ratio=min((each for each in total_ratios if each is not None), default=None),
         identical=sum((prompt_id, case) not in different for prompt_id in times),
         compared=len(times),
+        weights=weights,
+        reference_speedup=_speedup(reference, times),
+        reference_total_time_ratio=_total_time_ratio(reference, times),
+        reference_identical=sum((prompt_id, case) not in other for prompt_id in times),
     )
+
+
+def _speedup(than: dict[str, _Times], times: dict[str, _Times]) -> Spread | None:
+    return spread(ratio(than[prompt_id].tpot_s, each.tpot_s) for prompt_id, each in times.items())
+
+
+def _total_time_ratio(than: dict[str, _Times], times: dict[str, _Times]) -> float | None:
+    return ratio(sum(each.total_s for each in than.values()), sum(each.total_s for each in times.values()))

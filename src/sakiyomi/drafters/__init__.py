@@ -39,4 +39,10 @@ def parse(drafter: str, *, draft_model: bool = False) -> tuple[str, ...]:
     return names
 
 
-__all__ = ["AUTO", "DRAFTERS", "MODEL", "NgramDrafter", "SuffixDrafter", "parse"]
+def check(drafter: object) -> None:
+    """Raise OptionError for what is no drafter."""
+    if not all(hasattr(drafter, name) for name in ("name", "costs", "samples", "session")):
+        raise OptionError(f"drafter={drafter!r}: must be a name or a drafter")
+
+
+__all__ = ["AUTO", "DRAFTERS", "MODEL", "NgramDrafter", "SuffixDrafter", "check", "parse"]

@@ -18,18 +18,19 @@ if TYPE_CHECKING:
 WEIGHTS = ("auto", "int8")
 
 
-def resolve(kernels: str, weights: str) -> str | None:
+def resolve(kernels: str, weights: str, option: str = "weights") -> str | None:
     """Return the instruction path to use, None for torch's own kernels.
 
-    Raises OptionError for kernels or weights that there are not, or that don't go together.
+    Raises OptionError for kernels or weights that there are not, or that don't go together. ``option``: what the
+    weights' option is called.
     """
     from sakiyomi import core
 
     if weights not in WEIGHTS:
-        raise OptionError(f"weights={weights!r}: must be one of {', '.join(WEIGHTS)}")
+        raise OptionError(f"{option}={weights!r}: must be one of {', '.join(WEIGHTS)}")
     path = core.resolve(kernels)
     if path is None and weights == "int8":
-        raise OptionError("weights='int8': needs the compiled core; without it, bf16 and fp32 weights run")
+        raise OptionError(f"{option}='int8': needs the compiled core; without it, bf16 and fp32 weights run")
     return path
 
 

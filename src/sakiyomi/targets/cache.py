@@ -15,10 +15,18 @@ class KeyValues:
     Slots from ``length`` on hold zeros or what was rolled back: always finite, always masked.
     """
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, block: int = BLOCK) -> None:
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        block: int = BLOCK,
+        device: torch.device | None = None,
+    ) -> None:
         self.length = 0
         self._block = block
-        self.memory = torch.zeros(layers, 2, kv_heads, 0, head_dim, dtype=dtype)
+        self.memory = torch.zeros(layers, 2, kv_heads, 0, head_dim, dtype=dtype, device=device)
 
     @property
     def capacity(self) -> int:
@@ -51,6 +59,6 @@ class KeyValues:
     def keep(self, length: int, rows: Sequence[int]) -> None:
         """Of the slots from ``length`` on keep those at these offsets (ascending), moved together."""
         if list(rows) != list(range(len(rows))):
-            source = torch.tensor(rows) + length
+            source = torch.tensor(rows, device=self.memory.device) + length
             self.memory[:, :, :, length : length + len(rows)] = self.memory.index_select(3, source)
         self.truncate(length + len(rows))

@@ -57,7 +57,7 @@ class Linear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self.has_bias = bias is not None
+        self.has_bias, self.dtype = bias is not None, weight.dtype
         self.row_limit = MAX_ROWS
         self._bias = bias
         self._packed = can_pack(weight.dtype)

@@ -1,0 +1,572 @@
+"""Modules of transformers as targets: each architecture computes what its own forward computes, whatever the pieces."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from sakiyomi.errors import CapacityError, CorruptModelError, OptionError, UnsupportedModelError
+from sakiyomi.interfaces import Work
+from sakiyomi.targets import huggingface
+from sakiyomi.targets.attention import Reach
+from sakiyomi.targets.huggingface import HuggingFaceTarget, load_module
+from sakiyomi.targets.linear import can_pack
+
+TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"
+VOCAB, CONTEXT, WINDOW = 96, 128, 16
+COMMON: dict[str, object] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+GATED = {**COMMON, "intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8}
+GATED_MOE = {**GATED, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+GPT2 = {k: v for k, v in COMMON.items() if k != "max_position_embeddings"} | {"n_positions": CONTEXT}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LONG_ROPE = {**PLAIN_ROPE, "rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 32} | {
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+}
+WINDOWED = {"sliding_window": WINDOW}
+HYBRID = {**WINDOWED, "layer_types": ["sliding_attention", "full_attention"]}
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 10}
+ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("llama", GATED),
+    "mistral": ("mistral", {**GATED, "sliding_window": None}),
+    "mistral, window": ("mistral", {**GATED, **WINDOWED}),
+    "ministral": ("ministral", {**GATED, **HYBRID}),
+    "mixtral": ("mixtral", {**GATED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2": ("qwen2", GATED),
+    "qwen2, window": ("qwen2", {**GATED, **HYBRID, "use_sliding_window": True}),
+    "qwen3": ("qwen3", GATED),
+    "qwen3_moe": ("qwen3_moe", {**GATED_MOE, "num_experts": 4}),
+    "gemma": ("gemma", GATED),
+    "gemma2": (
+        "gemma2",
+        {**GATED, **HYBRID, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 3.0, "initializer_range": 0.05},
+    ),
+    "gemma3": ("gemma3_text", {**GATED, **HYBRID, "query_pre_attn_scalar": 16}),
+    "phi": ("phi", {**COMMON, "intermediate_size": 48}),
+    "phi3": ("phi3", {**GATED, **WINDOWED}),
+    "gpt2": ("gpt2", GPT2),
+    "gpt_neox": ("gpt_neox", {**COMMON, "intermediate_size": 48}),
+    "gptj": ("gptj", {**GPT2, "rotary_dim": 4}),
+    "gpt_bigcode": ("gpt_bigcode", GPT2),
+    "codegen": ("codegen", {**GPT2, "rotary_dim": 4}),
+    "opt": ("opt", {**COMMON, "ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 1}),
+    "biogpt": ("biogpt", {**COMMON, "intermediate_size": 48, "pad_token_id": 1}),
+    "xglm": (
+        "xglm",
+        {**COMMON, "d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "pad_token_id": 1},
+    ),
+    "falcon": ("falcon", {**COMMON, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "olmo": ("olmo", GATED),
+    "olmo2": ("olmo2", GATED),
+    "starcoder2": ("starcoder2", {**GATED, **WINDOWED}),
+    "stablelm": ("stablelm", GATED),
+    "granite": ("granite", GATED),
+    "cohere": ("cohere", GATED),
+    "cohere2": ("cohere2", {**GATED, **HYBRID}),
+    "smollm3": ("smollm3", {**GATED, "no_rope_layers": [1, 0]}),
+    "glm": ("glm", GATED),
+    "nemotron": ("nemotron", GATED),
+    "exaone4": ("exaone4", {**GATED, **HYBRID}),
+    "llama4": (
+        "llama4_text",
+        {
+            **GATED,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 2,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0],
+            "attention_chunk_size": WINDOW,
+            "floor_scale": 8,
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {**GATED, **HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": PLAIN_ROPE},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {**GATED_MOE, **MLA, "num_key_value_heads": 4, "head_dim": 4, "n_routed_experts": 4, "n_group": 2}
+        | {"topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    ),
+    "bloom": ("bloom", {**COMMON, "n_layer": 2, "n_head": 4}),
+    "falcon, alibi": ("falcon", {**COMMON, "alibi": True}),
+    "mpt": ("mpt", {**COMMON, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": CONTEXT}),
+    "gpt_neo": ("gpt_neo", {**COMMON, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW}),
+}
+
+
+def make_module(name: str, dtype: torch.dtype = torch.float32, **changes: object) -> transformers.PreTrainedModel:
+    """Return a model with random weights, norms and biases included."""
+    kind, options = ARCHITECTURES[name]
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(kind, **{**options, **changes}), dtype=torch.float32
+    )
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                centre = 1.0 if "norm" in key or "ln" in key else 0.0
+                parameter.copy_(centre + 0.2 * torch.randn_like(parameter))
+    return model.to(dtype).eval()
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    return torch.randint(2, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def extend(target, sequence, tokens, parents=None, logit_rows=None) -> torch.Tensor:
+    rows = len(tokens) if logit_rows is None else logit_rows
+    return target.forward([Work(sequence, tokens, parents, rows)])[0].logits
+
+
+def in_pieces(target, tokens: list[int], sizes: list[int]) -> torch.Tensor:
+    sequence, found, start = target.new_sequence(), [], 0
+    while start < len(tokens):
+        size = sizes[len(found) % len(sizes)]
+        found.append(extend(target, sequence, tokens[start : start + size]))
+        start += size
+    return torch.cat(found)
+
+
+def own_logits(module: torch.nn.Module, text: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return module(torch.tensor([text]), use_cache=False).logits[0]
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+TEXT = ids(70)  # more than four windows
+TREE, PARENTS = ids(7, seed=2), [-1, 0, 0, 1, 2, -1, 5]  # paths: 0 1 3 | 0 2 4 | 5 6
+PATHS = ([0, 1, 3], [0, 2, 4], [5, 6])
+TOLERANCE = 2e-5
+ONE_BY_ONE = {"xglm", "falcon", "falcon, alibi", "bloom", "mpt", "gpt_neo"}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A module, its target, and what the module was before the target was made."""
+
+    module: transformers.PreTrainedModel
+    target: HuggingFaceTarget
+    expected: torch.Tensor
+    config: dict[str, object]
+    kinds: list[type]
+
+
+@cache
+def subject(name: str) -> Subject:
+    module = make_module(name)
+    expected, config = own_logits(module, TEXT), module.config.to_dict()
+    kinds = [type(each) for each in module.modules()]
+    target = HuggingFaceTarget(module)
+    # What goes wrong when it's loaded ends in the slower way, which would pass the tests of results.
+    assert target.mode == ("one by one" if name in ONE_BY_ONE else "packed")
+    return Subject(module, target, expected, config, kinds)
+
+
+@cache
+def chain_error(name: str) -> float:
+    """How far pieces are from the module's own forward, the windows being much shorter than the text."""
+    it = subject(name)
+    found = in_pieces(it.target, TEXT, [1, 2, 7, 30])
+    if it.target.exactness == "bit-exact":
+        assert torch.equal(found, in_pieces(it.target, TEXT, [70]))
+        assert torch.equal(found, in_pieces(it.target, TEXT, [33, 1, 1, 1, 16, 18]))
+    return error(found, it.expected)
+
+
+@cache
+def tree_error(name: str) -> float:
+    """How far rows of a tree are from the module's own forward of their paths, also where a path is kept."""
+    module, target = subject(name).module, subject(name).target
+    prefix, worst = TEXT[:30], 0.0
+    for path in PATHS:
+        tree = target.new_sequence()
+        extend(target, tree, prefix)
+        found = extend(target, tree, TREE, PARENTS)
+        tree.keep(30, path)
+        assert tree.length == 30 + len(path)
+        after = extend(target, tree, TEXT[40:43])
+        text = [*prefix, *(TREE[row] for row in path), *TEXT[40:43]]
+        expected = own_logits(module, text)[30:]
+        worst = max(worst, error(torch.cat([found[path], after]), expected))
+        if target.exactness == "bit-exact":
+            chain = target.new_sequence()
+            extend(target, chain, prefix)
+            assert torch.equal(extend(target, chain, text[30:-3]), found[path])
+            assert torch.equal(extend(target, chain, text[-3:]), after)
+    return worst
+
+
+@cache
+def batch_error(name: str) -> float:
+    """How far sequences in one forward, two of them with trees, are from the module's own forward of each path."""
+    module, target = subject(name).module, subject(name).target
+    texts = [TEXT[:5], TEXT[3:44], TEXT[7:27]]
+    parents = [None, PARENTS, [-1, -1]]
+    tokens = [TREE[:3], TREE, TREE[:2]]
+    sequences = [target.new_sequence() for _ in texts]
+    for sequence, text in zip(sequences, texts, strict=True):
+        extend(target, sequence, text, logit_rows=0)
+    work = [Work(s, t, p, len(t) - 1) for s, t, p in zip(sequences, tokens, parents, strict=True)]
+    outputs, worst = target.forward(work), 0.0
+    for text, new, tree, output, sequence in zip(texts, tokens, parents, outputs, sequences, strict=True):
+        assert output.logits.shape == (len(new) - 1, VOCAB)
+        assert sequence.length == len(text) + len(new)
+        for path in [list(range(len(new)))] if tree is None else PATHS if tree is PARENTS else ([0], [1]):
+            expected = own_logits(module, text + [new[row] for row in path])[len(text) :]
+            for row, logits in zip(path, expected, strict=True):
+                if row:
+                    worst = max(worst, error(output.logits[row - 1], logits))
+        if target.exactness == "bit-exact":
+            alone = target.new_sequence()
+            extend(target, alone, text)
+            assert torch.equal(extend(target, alone, new, tree)[1:], output.logits)
+    return worst
+
+
+every_architecture = pytest.mark.parametrize("name", list(ARCHITECTURES))
+
+
+@every_architecture
+def test_a_chain_in_pieces_is_the_modules_own_forward(name):
+    assert chain_error(name) < TOLERANCE
+
+
+@every_architecture
+def test_a_tree_is_the_paths_that_it_stands_for(name):
+    assert tree_error(name) < TOLERANCE
+
+
+@every_architecture
+def test_sequences_in_one_forward_dont_meet(name):
+    assert batch_error(name) < TOLERANCE
+
+
+@pytest.mark.parametrize("size", [8, 12, 20])
+def test_values_may_have_another_size_than_keys(size):
+    module = make_module("deepseek_v3", v_head_dim=size)
+    target = HuggingFaceTarget(module)
+    assert target.mode == "packed"
+    assert error(in_pieces(target, TEXT, [30, 1]), own_logits(module, TEXT)) < TOLERANCE
+
+
+@every_architecture
+def test_rollback_leaves_no_trace(name):
+    it, wrong = subject(name), ids(40, seed=1)
+    sequence = it.target.new_sequence()
+    extend(it.target, sequence, TEXT[:25])
+    extend(it.target, sequence, wrong)
+    sequence.truncate(25)
+    found = [extend(it.target, sequence, TEXT[25:28])]
+    extend(it.target, sequence, wrong[:9], logit_rows=0)
+    extend(it.target, sequence, TREE, PARENTS)
+    sequence.truncate(28)
+    found.append(extend(it.target, sequence, TEXT[28:]))
+    assert error(torch.cat(found), it.expected[25:]) < TOLERANCE
+    with pytest.raises(ValueError, match="length=71"):
+        sequence.truncate(71)
+
+
+@every_architecture
+def test_the_module_is_left_as_it_was(name):
+    it = subject(name)
+    extend(it.target, it.target.new_sequence(), TEXT[:9])
+    assert torch.equal(own_logits(it.module, TEXT), it.expected)
+    assert it.module.config.to_dict() == it.config
+    assert it.module.config._attn_implementation != "sakiyomi"
+    assert [type(each) for each in it.module.modules()] == it.kinds
+    assert not any("sakiyomi" in key for each in it.module.modules() for key in vars(each))
+
+
+@every_architecture
+def test_hidden_states_are_those_of_the_module(name):
+    it = subject(name)
+    with torch.inference_mode():
+        expected = it.module(torch.tensor([TEXT[:9]]), output_hidden_states=True, use_cache=False).hidden_states
+    sequence = it.target.new_sequence()
+    found = [it.target.forward([Work(sequence, part, None, 1)], hidden_layers=[1, 0]) for part in (TEXT[:4], TEXT[4:9])]
+    for place, layer in enumerate((1, 0)):
+        states = torch.cat([outputs[0].hidden[place] for outputs in found])
+        torch.testing.assert_close(states, expected[layer][0], rtol=1e-4, atol=1e-4)
+    with pytest.raises(OptionError, match=r"hidden_layers=\(3,\): must be in 0..2"):
+        it.target.forward([Work(sequence, TEXT[:1])], hidden_layers=[3])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bloom"])
+def test_failed_forward_changes_no_sequence(name):
+    target = subject(name).target
+    good, bad = target.new_sequence(), target.new_sequence()
+    for sequence in (good, bad):
+        extend(target, sequence, TEXT[:10])
+    with pytest.raises(IndexError):
+        target.forward([Work(good, TEXT[10:14], None, 1), Work(bad, [VOCAB + 5], None, 1)])
+    with pytest.raises(CapacityError, match="a sequence of 129 tokens: the context holds 128"):
+        target.forward([Work(good, TEXT[10:14], None, 1), Work(bad, [5] * 119, None, 1)])
+    assert good.length == bad.length == 10
+    assert error(extend(target, good, TEXT[10:20]), subject(name).expected[10:20]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "gemma2", "gpt_oss", "deepseek_v3", "llama4"])
+def test_on_other_devices_trees_are_masks(name, monkeypatch):
+    """What runs there runs here too, if the target doesn't know that it is on a CPU."""
+    it = subject(name)
+    monkeypatch.setattr(huggingface, "_is_on_cpu", lambda model: False)
+    target = HuggingFaceTarget(it.module)
+    assert (target.mode, target.exactness) == ("packed", "numerics")
+    assert error(in_pieces(target, TEXT, [30, 7, 1]), it.expected) < TOLERANCE
+    sequences = [target.new_sequence() for _ in range(2)]
+    for sequence in sequences:
+        extend(target, sequence, TEXT[:30])
+    outputs = target.forward([Work(sequences[0], TREE[:2], None, 2), Work(sequences[1], TREE, PARENTS, 7)])
+    for path in PATHS:
+        expected = own_logits(it.module, TEXT[:30] + [TREE[row] for row in path])[30:]
+        assert error(outputs[1].logits[path], expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "phi3"])
+def test_bf16(name):
+    """As far from float32 as the module itself, and no row depends on another where it's claimed."""
+    module = make_module(name, torch.bfloat16)
+    target = HuggingFaceTarget(module)
+    exact = subject(name).expected
+    theirs = (own_logits(module, TEXT).float() - exact).abs().mean()
+    found = in_pieces(target, TEXT, [70])
+    assert float((found.float() - exact).abs().mean()) < 1.3 * float(theirs)
+    if target.exactness == "bit-exact":
+        assert torch.equal(in_pieces(target, TEXT, [1, 5, 2, 40]), found)
+
+
+def test_ordinary_architectures_are_bit_exact():
+    if not can_pack(torch.float32):
+        pytest.skip("no packed kernels on this processor")
+    assert all(subject(name).target.exactness == "bit-exact" for name in ("llama", "gpt2", "phi3", "cohere2"))
+
+
+def test_experts_make_no_claim():
+    """Their matrix products are of torch's choice, even where a test of a few rows sees no difference."""
+    target = subject("deepseek_v3").target
+    assert target.exactness == "numerics"
+    assert not target._runner.can_be_exact
+
+
+def test_exactness_is_claimed_for_the_threads_that_were_tested():
+    target = subject("llama").target
+    claimed, threads = target.exactness, torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert target.exactness == "numerics"
+    finally:
+        torch.set_num_threads(threads)
+    assert target.exactness == claimed
+
+
+def test_self_test_sees_rows_that_influence_each_other(monkeypatch):
+    """Negative control: bits that depend on the number of rows must not pass as exact."""
+    module = make_module("llama")
+    attend = huggingface._Layer.attend
+
+    def leaky(self, query, key, value):
+        return attend(self, query, key, value) * (1 + 1e-6 * query.shape[2])
+
+    monkeypatch.setattr(huggingface._Layer, "attend", leaky)
+    target = HuggingFaceTarget(module)
+    assert (target.mode, target.exactness) == ("packed", "numerics")
+
+
+def test_wrong_attention_is_found_when_a_model_is_loaded(monkeypatch):
+    """Negative control: a clone that gives other logits isn't used."""
+    it, attend = subject("llama"), huggingface._Layer.attend
+    monkeypatch.setattr(huggingface._Layer, "attend", lambda self, q, k, v: attend(self, q, k.flip(2), v))
+    target = HuggingFaceTarget(it.module)
+    assert target.mode == "one by one"
+    assert error(in_pieces(target, TEXT, [30]), it.expected) < TOLERANCE
+
+
+def test_modules_that_take_no_packed_linears_keep_their_own(monkeypatch):
+    it = subject("llama")
+
+    def refuse(self, x):
+        raise AttributeError("no such weight")
+
+    monkeypatch.setattr(huggingface._PackedLinear, "forward", refuse)
+    target = HuggingFaceTarget(it.module)
+    assert (target.mode, target.exactness) == ("packed", "numerics")
+    assert error(in_pieces(target, TEXT, [30]), it.expected) < TOLERANCE
+
+
+def test_weights_are_shared_or_packed_and_not_held_twice():
+    module = make_module("llama")
+    clone = HuggingFaceTarget(module)._runner.clone
+    own = {parameter.data_ptr() for parameter in module.parameters()}
+    assert all(parameter.data_ptr() in own for parameter in clone.parameters())
+    assert len(list(clone.parameters())) < len(own)
+
+
+def test_masks_that_are_known():
+    masks = transformers.masking_utils
+    reach, zero = huggingface._reach, torch.zeros(1, dtype=torch.long)
+    assert reach(masks.causal_mask_function, None) == Reach()
+    for size in (1, 2, 3, 16, 4096):
+        assert reach(masks.sliding_window_causal_mask_function(size), size) == Reach(window=size)
+        if size > 1:
+            assert reach(masks.chunked_causal_mask_function(size, zero), size) == Reach(chunk=size)
+    assert reach(masks.sliding_window_causal_mask_function(5), 6) is None
+    assert reach(masks.bidirectional_mask_function, None) is None
+    assert reach(masks.or_masks(masks.causal_mask_function, lambda b, h, q, k: k < 3), None) is None
+
+
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, CONTEXT),
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 40}, 40),
+        (LONG_ROPE, 32),
+        (PLAIN_ROPE, CONTEXT),
+    ],
+    ids=str,
+)
+def test_positions_that_depend_on_the_length_are_never_reached(rope, limit):
+    module = make_module("llama", rope_parameters=rope)
+    target = HuggingFaceTarget(module)
+    assert target.context_length == limit
+    assert error(in_pieces(target, TEXT[:limit], [20]), own_logits(module, TEXT[:limit])) < TOLERANCE
+    assert HuggingFaceTarget(module, 24).context_length == 24
+    with pytest.raises(OptionError, match=f"context_length=129: must be in 2..{limit} for this model"):
+        HuggingFaceTarget(module, 129)
+
+
+RECURRENT = {**GATED, "intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("mamba", {"num_hidden_layers": 1}, "it keeps a state that can't be rolled back"),
+        ("rwkv", {"attention_hidden_size": 32}, "it keeps a state that can't be rolled back"),
+        ("recurrent_gemma", {"lru_width": 32}, "it keeps a state that can't be rolled back"),
+        ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4}, "it keeps a state"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of the kind conv, which keep more than keys"),
+        ("bert", {}, "its rows see the tokens that follow them, as in an encoder"),
+    ],
+)
+def test_what_is_not_run_says_why(kind, options, message):
+    config = transformers.AutoConfig.for_model(kind, **{**RECURRENT, **options})
+    module = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnsupportedModelError, match=f"architecture '{kind}' is not supported: .*{message}"):
+        HuggingFaceTarget(module)
+
+
+def test_encoder_decoders_and_headless_models_are_not_run():
+    config = transformers.AutoConfig.for_model("t5", d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    with pytest.raises(UnsupportedModelError, match="'t5' is not supported: it has an encoder"):
+        HuggingFaceTarget(transformers.AutoModelForSeq2SeqLM.from_config(config))
+    with pytest.raises(UnsupportedModelError, match="LlamaModel has no language model head"):
+        HuggingFaceTarget(make_module("llama").model)
+
+
+def test_modules_are_loaded_from_safetensors_alone(tmp_path):
+    module = make_module("gpt2", tie_word_embeddings=False)
+    module.save_pretrained(tmp_path)
+    loaded = load_module(tmp_path, "fp32")
+    assert loaded.dtype is torch.float32
+    assert torch.equal(own_logits(loaded, TEXT), own_logits(module, TEXT))
+    assert load_module(str(tmp_path), "bf16", "cpu").dtype is torch.bfloat16
+    weights = tmp_path / "model.safetensors"
+    save_file({k: v for k, v in module.state_dict().items() if k != "transformer.ln_f.bias"}, weights, {"format": "pt"})
+    with pytest.raises(CorruptModelError, match=r"the weights lack 'transformer\.ln_f\.bias'"):
+        load_module(tmp_path)
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(CorruptModelError):
+        load_module(tmp_path)
+    weights.unlink()
+    torch.save(module.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModelError, match=r"no \.safetensors file"):
+        load_module(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "nonsense"}, "nonsense"),
+        ({"model_type": "nonsense", "auto_map": {"AutoConfig": "a.B", "AutoModelForCausalLM": "a.C"}}, "custom code"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "(?i)gptq|optimum"),
+        ({"quantization_config": {"quant_method": "nonsense"}}, "nonsense"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_loaded_says_why_in_one_line(tmp_path, changes, message):
+    make_module("llama").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UnsupportedModelError, match=message) as raised:
+        load_module(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_without_transformers_the_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UnsupportedModelError, match=r"pip install 'sakiyomi\[huggingface\]'"):
+        load_module(tmp_path)
+
+
+ABOUT_THE_TABLE = """# Architectures of transformers
+
+What `HuggingFaceTarget` does with tiny random models of each architecture; `tests/test_huggingface.py` measures it and
+writes this file (`SAKIYOMI_WRITE_TABLES=1 pytest tests/test_huggingface.py -k table`).
+
+- **chain**: a text in pieces has the logits of the module's own forward, beyond sliding windows too.
+- **tree**, **ragged batch**: so have the paths of a tree, and sequences of different lengths in one forward. Where it
+  says *one by one*, every path and every sequence is a call of the module: nothing is gained by having them together.
+- **bit-exact**: a row's bits don't depend on the rows beside it, by the test that runs when a model is loaded. That
+  depends on the processor and on the model's dimensions: what stands below is of one x86-64 processor with AMX. Of
+  models with experts it is never claimed: their matrix products are torch's own.
+
+Recurrent models and those with convolutions (mamba, rwkv, jamba, recurrent_gemma, lfm2, qwen3_next, ...) are refused:
+their state can't be rolled back. So are encoders.
+
+| architecture | chain | tree | ragged batch | bit-exact |
+|---|---|---|---|---|
+"""
+
+
+def table_row(name: str) -> list[str]:
+    together = "one call" if subject(name).target.mode == "packed" else "one by one"
+    errors = (chain_error(name), tree_error(name), batch_error(name))
+    return [name, *("no" if e > TOLERANCE else w for e, w in zip(errors, ("yes", together, together), strict=True))]
+
+
+def test_the_table_of_architectures_is_true():
+    """All of it but the last column, which depends on the machine."""
+    rows = [table_row(name) for name in ARCHITECTURES]
+    if os.environ.get("SAKIYOMI_WRITE_TABLES"):
+        lines = []
+        for row in rows:
+            targets = [subject(row[0]).target, HuggingFaceTarget(make_module(row[0], torch.bfloat16))]
+            exact = [target.weight_format for target in targets if target.exactness == "bit-exact"]
+            lines.append(f"| {' | '.join([*row, ', '.join(exact) or '–'])} |\n")
+        TABLE.write_text(ABOUT_THE_TABLE + "".join(lines))
+    about, _, table = TABLE.read_text().partition("|---|---|---|---|---|\n")
+    assert about == ABOUT_THE_TABLE.partition("|---|---|---|---|---|\n")[0]
+    assert [[cell.strip() for cell in line.split("|")[1:5]] for line in table.splitlines()] == rows
