@@ -19,6 +19,7 @@ from sakiyomi.bench.workload import builtin_workload, load_workload
 
 
 def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--workload", type=Path)
@@ -74,7 +75,9 @@ def main() -> None:
         print(json.dumps({"model": options.model, "tokens": count, "unlike": unlike, "rows": rows}))
         return
     print(f"{options.model}: {len(prompts)} prompts, {count} tokens, outputs unlike the first: {unlike}")
-    print("batch | plain tokens/s | x of the first size | reading ahead against plain (range) | tokens per call and row")
+    print(
+        "batch | plain tokens/s | x of the first size | reading ahead against plain (range) | tokens per call and row"
+    )
     for row in rows:
         low, high = row["speedup_range"]
         print(

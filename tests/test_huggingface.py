@@ -457,6 +457,16 @@ def test_positions_that_depend_on_the_length_are_never_reached(rope, limit):
         HuggingFaceTarget(module, 129)
 
 
+def test_buffers_that_a_module_writes_to_are_its_own():
+    module = make_module("llama", rope_parameters=LONG_ROPE)
+    own_logits(module, TEXT)  # a long text: it leaves long factors
+    before = [buffer.clone() for buffer in module.buffers()]
+    target = HuggingFaceTarget(module)
+    extend(target, target.new_sequence(), TEXT[:20])
+    assert before
+    assert all(torch.equal(a, b) for a, b in zip(before, module.buffers(), strict=True))
+
+
 RECURRENT = {**GATED, "intermediate_size": 64}
 
 

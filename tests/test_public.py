@@ -33,7 +33,9 @@ NAMES = [
     "Token",
     "UnsupportedModelError",
     "__version__",
+    "accelerate",
     "load",
+    "restore",
 ]
 
 

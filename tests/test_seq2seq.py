@@ -525,6 +525,21 @@ def test_a_forward_that_fails_leaves_sequences_as_they_were(target, parents, mon
             close(found[i].logits, alone(target, i, [*held, 7, 8])[len(held) :])
 
 
+def test_a_half_filled_cross_attention_is_filled_anew(bart, monkeypatch):
+    def run_out(layer, keys, values, *anything, **more):
+        layer.lazy_initialization(keys, values)
+        layer.keys = keys
+        raise MemoryError
+
+    conditioned = given(bart)
+    work = [Work(conditioned.new_sequence(), [START, 5], None, 2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.cache_utils.DynamicLayer, "update", run_out)
+        with pytest.raises(MemoryError):
+            conditioned.forward(work)
+    close(conditioned.forward(work)[0].logits, alone(bart, 0, [START, 5]))
+
+
 def test_models_that_are_something_else():
     config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1)
     with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel has no encoder: an encoder-decoder model"):
@@ -665,8 +680,12 @@ def test_speech_is_the_same_text_with_any_drafter(speech, params, capsys):
             begin_suppress_tokens=None,
         )
         assert [token for token in generated[0].tolist() if token < 50256] == ids(plain)[:-1]
+
+    def seconds(chunks: Sequence[Chunk]) -> float:
+        return sum(chunk.record.total_s for chunk in chunks)
+
     heard = "".join(chunk.text for chunk in plain)
-    lines = [f"{speech.conditioned.exactness}: {heard!r}, {len(ids(plain))} tokens"]
+    lines = [f"{speech.conditioned.exactness}: {heard!r}, {len(ids(plain))} tokens, {seconds(plain):.2f} s"]
     size = speech.conditioned.vocab_size
     makers: dict[str, Callable[[], Drafter]] = {
         "ngram": NgramDrafter,
@@ -678,7 +697,9 @@ def test_speech_is_the_same_text_with_any_drafter(speech, params, capsys):
             chunks = hear([make()], k)
             assert ids(chunks) == ids(plain), (name, k)
             assert "".join(chunk.text for chunk in chunks) == heard
-            lines.append(f"{name}, k={k}: {len(ids(chunks)) / len(chunks):.2f} tokens per target call")
+            lines.append(
+                f"{name}, k={k}: {len(ids(chunks)) / len(chunks):.2f} tokens per target call, {seconds(chunks):.2f} s"
+            )
             if name == "itself":
                 assert len(ids(chunks)) / len(chunks) > 0.9 * (k + 1)
     with capsys.disabled():

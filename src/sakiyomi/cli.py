@@ -69,6 +69,9 @@ Kernels = Annotated[
         "auto: what the environment variable SAKIYOMI_KERNELS says, else the fastest."
     ),
 ]
+Device = Annotated[
+    str | None, typer.Option(help="Where it runs: cpu, cuda, mps, ... Elsewhere than on the cpu through transformers.")
+]
 ContextLength = Annotated[int | None, typer.Option(help="Lower the model's own context length.")]
 Threads = Annotated[
     int | None,
@@ -161,6 +164,7 @@ def generate(
     dtype: Dtype = "auto",
     weights: Weights = "auto",
     kernels: Kernels = "auto",
+    device: Device = None,
     context_length: ContextLength = None,
     threads: Threads = None,
     show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour the accepted draft tokens.")] = False,
@@ -195,7 +199,7 @@ def generate(
     looked_up = None if reference is None else _read_reference(reference, names, drafter)
     if memory is not None:
         _check_memory(memory, names, drafter)
-    llm = _load(model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model, verification)
+    llm = _load(model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model, verification, device)
     setting, suffix = _speculation(llm, names, drafter, k, looked_up, memory)
     given: Prompt = text
     if not raw and llm.tokenizer.chat_template is not None:
@@ -427,6 +431,7 @@ def bench(
         ),
     ] = None,
     kernels: Kernels = "auto",
+    device: Device = None,
     context_length: ContextLength = None,
     threads: Threads = None,
     quality_text: Annotated[
@@ -497,6 +502,7 @@ def bench(
             "none",
             None,
             draft_model,
+            device=device,
         )
 
     # Alone it is loaded with its draft model; of several that draft for several, each is loaded once.
@@ -511,9 +517,7 @@ def bench(
         loaded, facts_of_weights = _load_several(load, chosen, *text)
     llms = {(name, ""): llm for name, llm in loaded.items()}
     if draft_model is not None and together is None:
-        from sakiyomi.loading import default_draft_weights
-
-        for each in drafting or [NamedWeights("", weights=default_draft_weights(kernels))]:
+        for each in drafting or [NamedWeights("", weights=None)]:
             small = load(each, small=draft_model)
             llms.update({(name, each.name): _drafted_by(small, llm) for name, llm in loaded.items()})
     with _warnings_in_one_line(), _progress() as progress:
@@ -575,6 +579,7 @@ def verify(
     dtype: Dtype = "auto",
     weights: Weights = "auto",
     kernels: Kernels = "auto",
+    device: Device = None,
     context_length: ContextLength = None,
     threads: Threads = None,
     as_json: AsJson = False,
@@ -614,7 +619,7 @@ def verify(
         raise OptionError("--drafter, --num-speculative-tokens: name a setting twice")
     _drafter_names(drafter or [_AUTO], draft_model)
     targets.resolve(kernels, weights)
-    llm = _load(model, dtype, weights, kernels, context_length, threads, "none", None, draft_model)
+    llm = _load(model, dtype, weights, kernels, context_length, threads, "none", None, draft_model, device=device)
     with _warnings_in_one_line(), _progress() as progress:
         audit = run_audit(llm, prompts, candidates, params, runs=seeds, progress=progress)
     facts = report.model_facts(llm, model, draft_model)
@@ -637,6 +642,7 @@ def check(
     dtype: Dtype = "auto",
     weights: Weights = "auto",
     kernels: Kernels = "auto",
+    device: Device = None,
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
@@ -651,19 +657,17 @@ def check(
 
     targets.resolve(kernels, weights)
 
-    def measured(name: str, weights: str) -> Side:
+    def measured(name: str, weights: str | None) -> Side:
         from sakiyomi.costs import ModelCosts, measure
 
         gc.collect()  # two models at once may not fit in memory
-        llm = _load(name, dtype, weights, kernels, None, threads, "none", 0, None)
+        llm = _load(name, dtype, weights, kernels, None, threads, "none", 0, None, device=device)
         with _progress() as progress:
             progress(0, 1, f"measuring {name}")
             costs = ModelCosts(measure(llm.target))
         return Side.of(llm.target, llm.tokenizer, costs)
 
-    from sakiyomi.loading import default_draft_weights
-
-    pair = compare(measured(target, weights), measured(draft_model, default_draft_weights(kernels)))
+    pair = compare(measured(target, weights), measured(draft_model, None))
     if as_json:
         print(json.dumps({"target": target, "draft_model": draft_model, **pair.as_dict()}))
     else:
@@ -685,7 +689,7 @@ def models() -> None:
 def _load(
     model: str,
     dtype: str,
-    weights: str,
+    weights: str | None,
     kernels: str,
     context_length: int | None,
     threads: int | None,
@@ -693,6 +697,7 @@ def _load(
     num_speculative_tokens: int | None,
     draft_model: str | None,
     verification: str = "coupled",
+    device: str | None = None,
 ) -> LLM:
     from sakiyomi.errors import OptionError
 
@@ -717,6 +722,7 @@ def _load(
             num_speculative_tokens=num_speculative_tokens,
             verification=verification,  # type: ignore[arg-type]
             draft_model=draft_model,
+            device=device,
         )
 
 

@@ -60,7 +60,7 @@ def load(
     model: str | os.PathLike[str],
     *,
     dtype: Literal["auto", "bf16", "fp32"] = "auto",
-    weights: Literal["auto", "int8"] = "auto",
+    weights: Literal["auto", "int8"] | None = "auto",
     kernels: str = "auto",
     drafter: str | Drafter | None = drafters.AUTO,
     num_speculative_tokens: int | None = None,
@@ -75,13 +75,13 @@ def load(
     """Load a model: a known name, a folder in Hugging Face layout, a hub id, or a .gguf file.
 
     ``dtype="auto"`` is bf16 wherever that is faster, else fp32. ``weights="int8"`` halves what is read of the weights,
-    at some cost in quality (``sakiyomi bench --weights int8`` measures it). ``kernels``: an instruction path of the
-    compiled core (see ``sakiyomi.core.available()``) or "torch"; "auto" is the fastest, or what SAKIYOMI_KERNELS says.
+    at some cost in quality (``sakiyomi bench --weights int8`` measures it); None is int8 where the core runs.
+    ``kernels``: an instruction path of the compiled core (see ``sakiyomi.core.available()``) or "torch"; "auto" is the
+    fastest, or what SAKIYOMI_KERNELS says.
     ``drafter``: a name, or several joined with +; "auto" is the suffix drafter, and the draft model where one is given.
     ``num_speculative_tokens``: tokens to draft in a round; None drafts as many as pay, for which the costs of the
     model are measured once, in about a second. ``verification``: see :class:`LLM`. ``draft_model``: a smaller model to
-    draft with, named as ``model`` is; its tokenizer may be another. ``draft_weights``: its ``weights``; None is int8
-    where the core runs.
+    draft with, named as ``model`` is; its tokenizer may be another. ``draft_weights``: its ``weights``.
     ``context_length`` lowers the model's own. ``device`` ("cuda", "mps", ...) and ``device_map`` (as for transformers'
     ``from_pretrained``) say where it runs: elsewhere than on the processor through its transformers module, like
     architectures beyond the Llama family and quantised weights, for which sakiyomi[huggingface] must be installed.

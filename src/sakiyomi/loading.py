@@ -136,7 +136,6 @@ def check_device(device: str | None, device_map: DeviceMap | None) -> None:
     if device_map is not None:
         raise OptionError(f"device={device!r}: device_map says where the model goes; give one of the two")
     try:
-        kind = torch.device(device)
-        torch.empty(1, device=kind)
-    except (RuntimeError, AssertionError) as error:  # torch's own, of names and of what it was built for
-        raise OptionError(f"device={device!r}: {str(error).splitlines()[0]}; 'cpu' is always there") from None
+        torch.empty(1, device=torch.device(device))
+    except (RuntimeError, AssertionError, NotImplementedError):  # unknown, not built for, or not there
+        raise OptionError(f"device={device!r}: torch has no such device here; 'cpu' is always there") from None

@@ -1,6 +1,4 @@
-"""Plain decoding against every candidate, with one or several kinds of weights: paired on the same prompts, interleaved
-in one run.
-"""
+"""Plain decoding against every candidate, with one kind of weights or several: paired and interleaved in one run."""
 
 from __future__ import annotations
 

@@ -23,13 +23,13 @@ class NamedWeights:
     """Weights of a model, and what ``load`` is to be given for them.
 
     ``name``: what results call them. ``model``: where they are, None for the model itself. ``dtype`` and ``weights``
-    are options of ``load``; a dtype of None is the user's.
+    are options of ``load``; a dtype of None is the user's, weights of None are those of a draft model.
     """
 
     name: str
     model: str | None = None
     dtype: str | None = None
-    weights: str = "auto"
+    weights: str | None = "auto"
 
     @property
     def are_others(self) -> bool:

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 WEIGHTS = ("auto", "int8")
 
 
-def resolve(kernels: str, weights: str, option: str = "weights") -> str | None:
+def resolve(kernels: str, weights: str | None, option: str = "weights") -> str | None:
     """Return the instruction path to use, None for torch's own kernels.
 
-    Raises OptionError for kernels or weights that there are not, or that don't go together. ``option``: what the
-    weights' option is called.
+    Raises OptionError for kernels or weights that there are not, or that don't go together. ``weights=None`` are
+    whatever goes; ``option``: what the weights' option is called.
     """
     from sakiyomi import core
 
-    if weights not in WEIGHTS:
+    if weights not in (*WEIGHTS, None):
         raise OptionError(f"{option}={weights!r}: must be one of {', '.join(WEIGHTS)}")
     path = core.resolve(kernels)
     if path is None and weights == "int8":

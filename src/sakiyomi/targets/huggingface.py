@@ -48,6 +48,7 @@ _CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_lengt
 _CHECKED = 24  # tokens of the comparison at load
 _UNKNOWN_CONTEXT = 2048  # for a model that doesn't say; more may be asked for
 _ACCELERATOR_ROWS = 512
+_SMALL = 1 << 16  # elements of a buffer that is copied and not shared
 _KEY_ALIGNMENT = 16  # keys are padded to a multiple of it where tiles aren't used: fused kernels want aligned masks
 
 _padded_rows = cache(padded_rows)
@@ -57,7 +58,8 @@ class HuggingFaceTarget:
     """A decoder of transformers as a target.
 
     ``model``: any decoder-only ``PreTrainedModel`` with a language model head, on any device or devices. It isn't
-    changed, and may be used beside the target. ``context_length`` may lower the model's own.
+    changed, and may be used beside the target. On a CPU the weights of its linears are in memory a second time, packed;
+    if nobody else holds the module, they are held once. ``context_length`` may lower the model's own.
     Raises UnsupportedModelError for what can't be rolled back or isn't a decoder, and for a model whose rows can't be
     computed in pieces; OptionError for a context that the model doesn't have.
     """
@@ -286,8 +288,12 @@ def _agree(found: torch.Tensor, expected: torch.Tensor, precise: bool) -> bool:
 
 
 def _structural_clone(model: PreTrainedModel) -> Any:
-    """Return modules and configs of their own around the same parameters and buffers, in evaluation mode."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    """Return modules and configs of their own around the same parameters, in evaluation mode.
+
+    Small buffers are copied: rotary embeddings write to theirs.
+    """
+    buffers = (buffer for buffer in model.buffers() if buffer.numel() > _SMALL)
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *buffers)}
     clone: Any = copy.deepcopy(model, cast("dict[int, Any]", shared))
     return clone.eval()
 
@@ -579,8 +585,8 @@ class _Runner:
         self.takes_positions = "position_ids" in parameters
         self.cache_name = "cache" if "cache" in parameters else "past_key_values"
         depth = getattr(clone.config.get_text_config(), "num_hidden_layers", 0)
-        stacks = (m for m in clone.modules() if isinstance(m, nn.ModuleList) and len(m) == depth)
-        self.layers = list(next(stacks, nn.ModuleList()))
+        self.stacks = [list(m) for m in clone.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+        self.layers: list[nn.Module] = self.stacks[0] if self.stacks else []
         # Linears of one dtype at a time: they may differ, and so may what they can do.
         dtypes = {linear.dtype for linear in linears}
         limits = [set_row_limit([each for each in linears if each.dtype is dtype], dtype) for dtype in dtypes]
@@ -674,6 +680,8 @@ class _Packed(_Runner):
         with products:
             self.logits([0, 1], [1] * 8, position_ids=torch.arange(8, device=self.device)[None], use_cache=False)
         layers = finder.layers
+        first = next(iter(layers), None)  # what has as many layers may be an encoder of images
+        self.layers = next((stack for stack in self.stacks if first in stack[0].modules()), self.layers)
         if len(layers) != len(self.layers):
             raise UnsupportedModelError(f"{len(layers)} of its {len(self.layers)} layers have attention that is known")
         self._attend_with(_OURS)
