@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from sakiyomi import core
 from sakiyomi.dropin.call import Noise
 from sakiyomi.errors import OptionError, UnsupportedModelError
 from sakiyomi.interfaces import Draft, always
+from sakiyomi.models import resolve
 
 TARGETS = ["core", "module"] if core.available() else ["module"]
 PROMPT = torch.tensor([[7, 8, 9, 40, 41, 42, 43, 7, 8, 9, 40, 41, 50, 51, 52, 7, 8, 9, 40]])
@@ -584,3 +587,29 @@ def test_noise_is_that_of_multinomial():
             found[step][row] = int((probabilities[step, row] / noise.take(row, step, 5000)).argmax())
     assert found == expected
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_default_model_in_fp32(target):
+    """Real weights: greedy and sampled tokens of the module's own kernels, and of ours."""
+    folder = resolve("smollm2-135m", progress=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    text = "The red fox crossed the river. The red fox saw the moon. The grey fox crossed the river. The grey fox"
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    sakiyomi.accelerate(model, num_speculative_tokens=5, target=target)
+    for options in (GREEDY, SAMPLED):
+        assert same(model, ids, assisted={"prompt_lookup_num_tokens": 5}, **options)
+
+
+@pytest.mark.model
+def test_readme_snippet_runs(capsys):
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    snippets = [each for each in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "accelerate" in each]
+    name = '"HuggingFaceTB/SmolLM2-135M-Instruct"'
+    assert len(snippets) == 1
+    assert name in snippets[0]
+    folder = str(resolve("smollm2-135m", progress=False))
+    exec(compile(snippets[0].replace(name, repr(folder)), "README.md", "exec"), {})
+    assert len(capsys.readouterr().out.split()) > 10

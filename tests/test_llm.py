@@ -209,7 +209,7 @@ def test_a_draft_model_has_weights_of_its_own(draft_weights, expected):
 
 def test_the_snippet_of_the_readme_runs(capsys):
     readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    (snippet,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    snippet = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)[0]
     exec(compile(snippet, "README.md", "exec"), {})
     out = capsys.readouterr().out
     assert len(out) > 40

@@ -114,13 +114,14 @@ def default_draft_weights(kernels: str) -> Literal["auto", "int8"]:
 def _native(config: Mapping[str, Any]) -> DecoderConfig | None:
     """Return the configuration of a model that our own targets run; None for one that transformers may know.
 
-    Raises what is wrong where transformers isn't installed, or knows no better.
+    Raises UnsupportedModelError where transformers isn't installed.
     """
     try:
         return DecoderConfig.from_huggingface(config)
-    except UnsupportedModelError:
+    except UnsupportedModelError as error:
         if importlib.util.find_spec("transformers") is None:
-            raise
+            hint = "transformers may run it: pip install 'sakiyomi[huggingface]'"
+            raise UnsupportedModelError(f"{error}; {hint}") from None
         return None
 
 

@@ -680,8 +680,8 @@ class _Packed(_Runner):
         with products:
             self.logits([0, 1], [1] * 8, position_ids=torch.arange(8, device=self.device)[None], use_cache=False)
         layers = finder.layers
-        first = next(iter(layers), None)  # what has as many layers may be an encoder of images
-        self.layers = next((stack for stack in self.stacks if first in stack[0].modules()), self.layers)
+        for module in list(layers)[:1]:  # what has as many layers may be an encoder of images
+            self.layers = next((stack for stack in self.stacks if module in stack[0].modules()), self.layers)
         if len(layers) != len(self.layers):
             raise UnsupportedModelError(f"{len(layers)} of its {len(self.layers)} layers have attention that is known")
         self._attend_with(_OURS)
