@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import sakiyomi
 from conftest import byte_tokenizer
 from sakiyomi import core
 from sakiyomi.costs import CostTable, ModelCosts
@@ -627,6 +628,7 @@ class Speech:
     conditioned: Conditioned
     engine: Engine
     prompt: list[int]
+    features: torch.Tensor
 
 
 @pytest.fixture(scope="module")
@@ -655,7 +657,7 @@ def speech() -> Speech:
     tokenizer = Tokenizer(fast, {}, [target.model.config.eos_token_id], None)
     conditioned = target.given(input_features=features["input_features"])
     prompt = [*target.decoder_start, fast.token_to_id("<|notimestamps|>")]
-    return Speech(target, conditioned, Engine(conditioned, tokenizer), prompt)
+    return Speech(target, conditioned, Engine(conditioned, tokenizer), prompt, features["input_features"])
 
 
 @pytest.mark.slow
@@ -704,3 +706,23 @@ def test_speech_is_the_same_text_with_any_drafter(speech, params, capsys):
                 assert len(chunks) <= len(ids(plain)) // (k + 1) + 2, "nearly all of it stands"
     with capsys.disabled():
         print("", *lines, sep="\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.6}], ids=["greedy", "sampled"])
+def test_generate_hears_the_same_with_the_drop_in(speech, options):
+    """Whisper's own generate, which suppresses tokens and cuts long audio, over our loop."""
+    model = speech.target.model
+
+    def hear(**assisted) -> list[int]:
+        torch.manual_seed(3)
+        return model.generate(speech.features, max_new_tokens=60, **options, **assisted).flatten().tolist()
+
+    plain = hear()
+    sakiyomi.accelerate(model, num_speculative_tokens=4)
+    try:
+        for assisted in ({}, {"assistant_model": model}, {"prompt_lookup_num_tokens": 5}):
+            assert hear(**assisted) == plain
+    finally:
+        sakiyomi.restore(model)
+    assert len(plain) > 20

@@ -90,6 +90,8 @@ class HuggingFaceTarget:
         try:
             expected = clone(ids.to(self.device), use_cache=False).logits[0]
             shorter = clone(ids[:, : count // 2].to(self.device), use_cache=False).logits[0]
+        except torch.OutOfMemoryError:
+            raise
         except (TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise UnsupportedModelError(
                 f"architecture {self.architecture!r}: its own forward fails: {_one_line(error)}"
