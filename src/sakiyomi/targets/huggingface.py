@@ -80,7 +80,9 @@ class HuggingFaceTarget:
         self._threads = torch.get_num_threads()
         with torch.inference_mode():
             self._runner = self._find_runner(model)
-            self._exact = self._runner.can_be_exact and self._runner.rows_are_invariant(self)
+            # Kernels of quantised weights are others', and what rows they choose by isn't known.
+            known = getattr(model.config, "quantization_config", None) is None
+            self._exact = known and self._runner.can_be_exact and self._runner.rows_are_invariant(self)
 
     def _find_runner(self, model: PreTrainedModel) -> _Runner:
         """Return the first way of running the model that gives what the model gives."""
@@ -353,7 +355,7 @@ def _swap(model: nn.Module) -> list[Linear]:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if id(child) not in swapped:
-                if type(child) is nn.Linear:
+                if type(child) is nn.Linear and type(child.weight.data) is torch.Tensor:  # else quantised, as by torchao
                     swapped[id(child)] = _PackedLinear(child.weight, child.bias)
                 elif type(child) is Conv1D:  # GPT-2's, with its weight the other way round
                     swapped[id(child)] = _PackedLinear(child.weight.T.contiguous(), child.bias)
