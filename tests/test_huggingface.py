@@ -416,6 +416,37 @@ def test_modules_that_take_no_packed_linears_keep_their_own(monkeypatch):
     assert error(in_pieces(target, TEXT, [30]), it.expected) < TOLERANCE
 
 
+class InTorchaosWay(torch.Tensor):
+    """A weight of a linear that stays a torch.nn.Linear, and isn't an ordinary tensor."""
+
+
+class InBitsandbytesWay(torch.nn.Linear):
+    """A linear of another class, with kernels of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.round(decimals=1).T
+
+
+def test_quantised_linears_keep_their_kernels_and_nothing_is_claimed():
+    module = make_module("llama")
+    first, second = (layer.mlp for layer in module.model.layers)
+    own = InBitsandbytesWay(32, 48, bias=False)
+    own.weight = first.up_proj.weight
+    first.up_proj = own
+    second.up_proj.weight = torch.nn.Parameter(
+        torch.Tensor._make_subclass(InTorchaosWay, second.up_proj.weight.data), requires_grad=False
+    )
+    module.config.quantization_config = {"quant_method": "ours"}
+    target = HuggingFaceTarget(module)
+    found = target._runner.clone.model.layers
+    assert type(found[0].mlp.up_proj) is InBitsandbytesWay
+    assert type(found[1].mlp.up_proj) is torch.nn.Linear
+    assert type(found[1].mlp.down_proj) is not torch.nn.Linear
+    assert (target.weight_format, target.exactness) == ("ours", "numerics")
+    text = ids(40)
+    assert error(in_pieces(target, text, [13, 1, 5]), own_logits(module, text)) < TOLERANCE
+
+
 def test_weights_are_shared_or_packed_and_not_held_twice():
     module = make_module("llama")
     clone = HuggingFaceTarget(module)._runner.clone

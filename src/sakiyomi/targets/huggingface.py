@@ -355,7 +355,7 @@ def _swap(model: nn.Module) -> list[Linear]:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if id(child) not in swapped:
-                if type(child) is nn.Linear and type(child.weight.data) is torch.Tensor:  # else quantised, as by torchao
+                if type(child) is nn.Linear and type(child.weight.data) is torch.Tensor:  # or quantised
                     swapped[id(child)] = _PackedLinear(child.weight, child.bias)
                 elif type(child) is Conv1D:  # GPT-2's, with its weight the other way round
                     swapped[id(child)] = _PackedLinear(child.weight.T.contiguous(), child.bias)
