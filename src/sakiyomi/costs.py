@@ -67,11 +67,14 @@ class ModelCosts:
         self._per_row = 0.0  # seconds at the table's speed
         self._variances = 0.25, 0.0, 0.01**2  # of log speed; of both; of per_row by the seconds of one row
 
-    def seconds(self, rows: int, context: int) -> float:
-        """Return the seconds of a forward of so many rows of a sequence that holds ``context`` tokens."""
+    def seconds(self, rows: int, context: int, sequences: int = 1) -> float:
+        """Return the seconds of a forward of so many rows of a sequence that holds ``context`` tokens.
+
+        Of several sequences: of so many rows in all, where each holds about so many tokens.
+        """
         table = self.table
         base = self._seconds[rows] if rows <= _LARGEST else self._seconds[-1] + (rows - _LARGEST) * self._slope
-        per_context = table.per_token + rows * table.per_row_token
+        per_context = sequences * table.per_token + rows * table.per_row_token
         return self._speed * (base + (rows - 1) * self._per_row + context * per_context)
 
     def further(self, rows: int, context: int, most: int) -> list[float]:

@@ -195,6 +195,9 @@ class LLM:
             if not prompt:
                 raise PromptError("prompt: is empty; give at least one character")
             return self.tokenizer.encode(prompt)
+        prompt = _listed(prompt)
+        if not len(prompt):
+            raise PromptError("prompt: is empty; give at least one token or message")
         if len(prompt) and all(isinstance(token, Integral) for token in prompt):
             return [int(token) for token in prompt]  # type: ignore[arg-type]
         return self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
@@ -254,6 +257,8 @@ class LLM:
         same, with the same seed, have the same answer. The other options are those of :meth:`stream`.
         Raises PromptError or OptionError at once where one of the prompts can't be run.
         """
+        if isinstance(prompts, str):
+            raise PromptError("prompts: is one text; give a list of prompts")
         setting = speculation or self._setting(drafter, num_speculative_tokens, verification)
         return self._run_batch([self.encode(prompt) for prompt in prompts], params, setting, batch_size)
 
@@ -300,6 +305,7 @@ class LLM:
         """
         setting = speculation or self._setting(drafter, num_speculative_tokens, verification)
         began = time.perf_counter()
+        prompt = _listed(prompt)
         if not _is_batch(prompt):
             if params is not None and not isinstance(params, SamplingParams):
                 raise OptionError(f"params: {len(params)} of them for one prompt; give one, or a list of prompts")
@@ -327,15 +333,15 @@ class LLM:
         setting: Speculation,
         batch_size: int,
     ) -> Iterator[tuple[int, Chunk | Exception]]:
-        if batch_size < 1:
-            raise OptionError(f"batch_size={batch_size}: must be at least 1, the most answers in a round")
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise OptionError(f"batch_size={batch_size!r}: must be a number from 1 on, the most answers in a round")
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise OptionError(f"params: {len(params)} of them for {len(prompts)} prompts; give one, or one for each")
         for index, (ids, each) in enumerate(zip(prompts, params, strict=True)):
             try:
-                self.engine.check(ids, each)
+                self.engine.chooser(self.engine.check(ids, each), each)
             except PromptError as error:
                 raise PromptError(f"prompt {index}: {error}") from None
         requests = (self._request(ids, each, setting) for ids, each in zip(prompts, params, strict=True))
@@ -385,6 +391,11 @@ class LLM:
             if name not in kept:
                 kept[name] = drafters.DRAFTERS[name]()
         return tuple(kept[name] for name in names)
+
+
+def _listed(prompt: Any) -> Any:
+    """Return a prompt, or several, whose token ids come as an array or a tensor, as lists."""
+    return prompt.tolist() if hasattr(prompt, "tolist") else prompt
 
 
 def _is_batch(prompt: Prompt | Sequence[Prompt]) -> bool:

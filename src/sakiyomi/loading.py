@@ -137,6 +137,7 @@ def check_device(device: str | None, device_map: DeviceMap | None) -> None:
     if device_map is not None:
         raise OptionError(f"device={device!r}: device_map says where the model goes; give one of the two")
     try:
-        torch.empty(1, device=torch.device(device))
+        if torch.empty(1, device=torch.device(device)).is_meta:
+            raise RuntimeError
     except (RuntimeError, AssertionError, NotImplementedError):  # unknown, not built for, or not there
         raise OptionError(f"device={device!r}: torch has no such device here; 'cpu' is always there") from None

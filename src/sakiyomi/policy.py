@@ -10,6 +10,7 @@ part; between drafters the higher value wins; no draft is worth 0.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -152,7 +153,8 @@ class AdaptivePolicy:
 class Experience:
     """What all sequences say about a drafter: its acceptance, and its time where no costs of a model tell it.
 
-    ``call_s``: seconds of a proposal, None before the first; ``budget``: the most tokens that it was asked for;
+    ``call_s``: seconds of a proposal, None before the first; ``worth``: tokens that proposals brought of late, beyond
+    what the rows would bring otherwise; ``budget``: the most tokens that it was asked for;
     ``idle_s``: seconds of decoding since its tokens were last put to a test; ``failures``: tests in a row in which no
     token stood.
     """
@@ -160,6 +162,7 @@ class Experience:
     def __init__(self) -> None:
         self.acceptance = Acceptance()
         self.call_s: float | None = None
+        self.worth = _FIRST_WORTH
         self.budget = 2
         self.idle_s = 0.0
         self.failures = 0
@@ -225,15 +228,22 @@ class _Member:
         if self.source.costs is None:
             budget = min(budget, experience.budget)
         draft = self.source.propose(budget, go_on)
-        seconds = self.source.seconds
+        if self.source.costs is None and len(draft) >= budget == experience.budget < MOST:
+            experience.budget *= 2  # unknown drafters are asked for little at first
+        return draft
+
+    def took(self, seconds: float) -> None:
+        """Take note of what a proposal took."""
+        experience = self.experience
         self.draft_s += seconds
         if experience.call_s is None:
             experience.call_s = seconds / 4  # the first call may load something
         else:
             experience.call_s += 0.2 * (min(seconds, 4 * experience.call_s) - experience.call_s)
-        if self.source.costs is None and len(draft) >= budget == experience.budget < MOST:
-            experience.budget *= 2  # unknown drafters are asked for little at first
-        return draft
+
+    def brought(self, value: float) -> None:
+        """Take note of what a proposal was worth, in tokens beyond what its rows would bring otherwise."""
+        self.experience.worth += _RECENT_WORTH * (value - self.experience.worth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,11 +279,16 @@ class AdaptiveSession:
             member.stake_s = min(stake_s, member.ledger.left(prices.token_s))
             if not member.source.alive or member.stake_s <= 0:
                 continue
-            if member.source.sampled or member.source.costs or prices.rate * (member.experience.call_s or 0.0) > _CHEAP:
+            affordable = max(_CHEAP, member.experience.worth)  # in a large batch no time is short
+            asking = prices.rate * (member.experience.call_s or 0.0)
+            if member.source.sampled or member.source.costs or asking > affordable:
                 costly.append(member)
                 continue
             draft = member.propose(limit)
+            proposed = time.perf_counter()
             plan = _plan(draft, member, prices)
+            member.brought(plan.value)
+            member.took(member.source.seconds + time.perf_counter() - proposed)
             if plan.value > best.value:
                 best = plan
             elif draft and member.may_probe(prices.seconds[1]):
@@ -285,6 +300,7 @@ class AdaptiveSession:
                 if draft.distributions is not None:
                     return draft  # a sample: whether to check it, and how much of it, was decided as it was drawn
                 plan = _plan(draft, member, prices)
+                member.brought(plan.value)
                 if plan.value > best.value:
                     best = plan
             elif not best.draft and _outlook(member, times, prices, limit, left, surely=True) > 0:
@@ -298,11 +314,11 @@ class AdaptiveSession:
     def observe(self, checked: Checked) -> None:
         """Learn from the tokens that were tested, and enter the round in the ledgers."""
         costs, draft, context, sequences = self._costs, checked.draft, checked.context, self._sequences
-        plain_s = costs.seconds(sequences, context)
+        plain_s = costs.seconds(sequences, context, sequences)
         token_s = plain_s / sequences
-        elapsed = costs.seconds(self._rows, context)
+        elapsed = costs.seconds(self._rows, context, sequences)
         branch_s = costs.branch_s if draft.parents is not None else 0.0
-        expected = costs.seconds(self._rows + len(draft), context) + branch_s
+        expected = costs.seconds(self._rows + len(draft), context, sequences) + branch_s
         lost = expected - elapsed - max(0, checked.emitted - 1) * token_s  # in the target, with this draft
         if self._rounds == 1:
             elapsed += context / _CHUNK * costs.seconds(_CHUNK, context // 2)  # the rest of the prompt
@@ -336,6 +352,7 @@ _MARGIN = 1.05  # estimates are noisy, and what is chosen looks better than it i
 _LEAST = 0.02  # a draft worth fewer tokens isn't checked: estimates are no better
 _CHEAP = 0.02  # a drafter whose proposals take less than the time of so many tokens is asked in every round
 _RECENT = 0.95
+_FIRST_WORTH, _RECENT_WORTH = 0.5, 0.03
 _PROBING = 0.01  # of the time goes to tests of drafters that don't seem to pay
 _LONGEST_WAIT = 2  # failures after which tests don't become rarer, each making them half as frequent
 _ROUNDS_TO_PLAIN = 24
@@ -358,7 +375,7 @@ class _Prices:
     def __init__(self, costs: ModelCosts, context: int, rows: int, sequences: int, gain: float) -> None:
         self._costs, self._context, self._rows = costs, context, rows
         self._others = sequences - 1
-        self._plain_s = costs.seconds(sequences, context)
+        self._plain_s = costs.seconds(sequences, context, sequences)
         self.token_s = self._plain_s / sequences
         self.rate = gain / self.token_s
         self.branch_s = costs.branch_s
@@ -445,6 +462,7 @@ def _ask_costly(member: _Member, budget: int, times: _DraftTimes, prices: _Price
     """Return what a costly drafter proposes, and learn what it took."""
     stop = _Stop(member, times, prices)
     draft = member.propose(budget, stop)
+    member.took(member.source.seconds)
     if not draft:  # time spent on nothing
         member.learn(_NO_GUESS, 1, False, False)
         member.tested(False, False)

@@ -6,6 +6,7 @@ and in its order, and drawn with the random numbers that ``torch.multinomial`` w
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ class NotHere(Exception):  # noqa: N818 (it is no error)
 # What transformers hands to the model itself, that decoders here do without, or that says nothing new.
 _IGNORED = {"use_cache", "cache", "past_key_values", "logits_to_keep", "cache_position", "position_ids"}
 _KNOWN = {
-    False: {"attention_mask", "token_type_ids"},
+    False: {"attention_mask"},
     True: {"encoder_outputs", "attention_mask", "decoder_attention_mask", "decoder_position_ids"},
 }
 # These look at the whole batch, or keep a state for it, so that they can't be asked for one row.
@@ -35,7 +36,9 @@ _OF_BATCHES = {
     "EncoderRepetitionPenaltyLogitsProcessor",
     "EncoderNoRepeatNGramLogitsProcessor",
     "SynthIDTextWatermarkLogitsProcessor",
+    "WhisperNoSpeechDetection",
 }
+_NOISE_BYTES = 64 << 20
 _MODES = ("greedy_search", "sample", "assisted_generation")
 
 
@@ -63,13 +66,19 @@ class Call:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end a sequence."""
-        ids = self.config.eos_token_id
-        return () if ids is None else tuple(ids) if isinstance(ids, Sequence) else (int(ids),)
+        ids = self.config._eos_token_tensor
+        return () if ids is None else tuple(ids.flatten().tolist())
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a row, its padding and prompt included."""
+        own = self.criteria.max_length  # somebody's own criterion takes the place of the config's
+        return int(self.config.max_length if own is None else own)
 
     @property
     def limit(self) -> int:
         """Most tokens of an output."""
-        return int(self.config.max_length) - self.input_ids.shape[1]
+        return max(1, self.max_length - self.input_ids.shape[1])
 
     @property
     def records(self) -> bool:
@@ -89,9 +98,9 @@ class Call:
         for name, value in self.model_kwargs.items():
             if value is not None and name not in _IGNORED and name not in _KNOWN[self.encoder_decoder]:
                 raise NotHere(f"{name}= is for the model itself")
-        if config.max_length > context_length:
+        if self.max_length > context_length:
             raise NotHere(
-                f"the output may reach {config.max_length} tokens, beyond the model's context of {context_length}"
+                f"the output may reach {self.max_length} tokens, beyond the model's context of {context_length}"
             )
         if any(type(each).__name__ == "UnbatchedClassifierFreeGuidanceLogitsProcessor" for each in self.processors):
             raise NotHere("guidance_scale= computes with the model too")
@@ -116,8 +125,8 @@ class Call:
 
     def input_of(self, row: int) -> torch.Tensor | None:
         """Return the encoder's input of a row, [1, ...]; rows of one input follow one another."""
-        if self.inputs is None:
-            return None
+        if self.inputs is None or bool((self.inputs < 0).any() and not self.inputs.is_floating_point()):
+            return None  # or transformers' filling, where its output was given instead
         index = row * self.inputs.shape[0] // self.rows
         return self.inputs[index : index + 1]
 
@@ -125,6 +134,8 @@ class Call:
         """Return the token ids of each row, without padding. Raises NotHere for masks that are more than that."""
         mask = self.model_kwargs.get("decoder_attention_mask" if self.encoder_decoder else "attention_mask")
         rows: list[list[int]] = self.input_ids.tolist()
+        if not all(rows):
+            raise NotHere("a prompt has no tokens")
         if mask is None:
             return rows
         if tuple(mask.shape) != tuple(self.input_ids.shape):
@@ -138,10 +149,13 @@ class Call:
         return prompts
 
     def result(self, rows: Sequence[GeneratedRow]) -> Any:
-        """Return what ``generate`` returns: sequences, padded on the right, alone or in transformers' own class."""
+        """Return what ``generate`` returns: sequences, padded on the right, alone or in transformers' own class.
+
+        There is no cache in it: what was computed here is no module's.
+        """
         longest = max(row.ids.shape[1] for row in rows)
         pad = self.config._pad_token_tensor
-        sequences = self.input_ids.new_full((len(rows), longest), 0 if pad is None else int(pad))
+        sequences = rows[0].ids.new_full((len(rows), longest), 0 if pad is None else int(pad))
         for sequence, row in zip(sequences, rows, strict=True):
             sequence[: row.ids.shape[1]] = row.ids[0]
         if not self.config.return_dict_in_generate:
@@ -158,28 +172,44 @@ class Noise:
     """The random numbers with which ``torch.multinomial`` would draw, whichever row gets to a step first.
 
     Of probabilities [rows, vocab_size] it draws a token of each row as argmax(p / e), with a tensor e of exponentials
-    from torch's default generator. So e of a step doesn't depend on any token: steps are drawn in their order, and each
-    row's part is kept until the row gets there.
+    from torch's default generator. So e of a step doesn't depend on any token: steps are drawn in their order. The last
+    ones are kept; for a row that is far behind, a step is drawn again, from the generator's state before it.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self._device = device
-        self._steps = 0
-        self._kept: dict[int, dict[int, torch.Tensor]] = {row: {} for row in range(rows)}
-        self._rows = rows
+        self._rows, self._device = rows, device
+        self._generator = _default_generator(device)
+        self._states: list[torch.Tensor] = []
+        self._kept: dict[int, torch.Tensor] = {}
 
     def take(self, row: int, step: int, vocab_size: int) -> torch.Tensor:
-        """Return float32 [vocab_size] exponentials; once for every row and step, steps of a row in order."""
-        while self._steps <= step:
-            drawn = torch.empty(self._rows, vocab_size, device=self._device).exponential_()
-            for each, kept in self._kept.items():
-                kept[self._steps] = drawn[each].clone() if self._rows > 1 else drawn[each]
-            self._steps += 1
-        return self._kept[row].pop(step)
+        """Return float32 [vocab_size] exponentials of a row and step."""
+        most = max(2, _NOISE_BYTES // (4 * self._rows * vocab_size))
+        while (following := len(self._states)) <= step:
+            self._states.append(self._generator.get_state())
+            self._kept[following] = self._draw(vocab_size)
+            self._kept.pop(following - most, None)
+        if step in self._kept:
+            return self._kept[step][row]
+        now = self._generator.get_state()
+        self._generator.set_state(self._states[step])
+        drawn = self._draw(vocab_size)
+        self._generator.set_state(now)
+        return drawn[row]
 
-    def end(self, row: int) -> None:
-        """Forget a row that has ended."""
-        self._kept.pop(row, None)
+    def _draw(self, vocab_size: int) -> torch.Tensor:
+        return torch.empty(self._rows, vocab_size, device=self._device).exponential_()
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    generators: Any = getattr(torch, device.type).default_generators if device.type == "cuda" else None
+    if generators is None:
+        raise NotHere(f"sampling on {device.type}")
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    found: torch.Generator = generators[index]
+    return found
 
 
 class GeneratedRow:
@@ -193,9 +223,10 @@ class GeneratedRow:
         self.scores: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
         self._call, self._noise = call, noise
+        self._processors = [_of_row(each, index, call.rows) for each in call.processors]
         self._step = 0
         self._length = call.input_ids.shape[1]
-        self._ids = call.input_ids[index : index + 1].clone()
+        self._ids = call.input_ids[index : index + 1].long().clone()
 
     @property
     def ids(self) -> torch.Tensor:
@@ -211,8 +242,8 @@ class GeneratedRow:
         """Return the token that transformers would choose, for float32 [vocab_size] logits."""
         raw = torch.from_numpy(logits)[None].to(self._ids.device, copy=True)
         if self._call.records and self._call.config.output_logits:
-            self.logits.append(raw.clone())
-        scores = self._call.processors(self.ids, raw)
+            self.logits.append(raw)  # the very tensor that processors may write to, as transformers does
+        scores: torch.Tensor = type(self._call.processors)(self._processors)(self.ids, raw)
         if self._call.records and self._call.config.output_scores:
             self.scores.append(scores)
         if self._noise is None:
@@ -227,24 +258,29 @@ class GeneratedRow:
         """Do nothing: :meth:`push` takes the token."""
 
     def push(self, token: int) -> tuple[str, FinishReason | None]:
-        """Append a token; return no text, and why the output ends, if it does."""
+        """Append a token; return no text, and a reason if the output ends."""
         if self._length == self._ids.shape[1]:
             more = min(max(256, self._length), self._call.limit)
             self._ids = torch.cat([self._ids, self._ids.new_empty(1, more)], 1)
         self._ids[0, self._length] = token
         self._length += 1
         self._step += 1
+        scores = tuple(self.scores) if self._call.records and self._call.config.output_scores else None
+        ended = bool(self._call.criteria(self.ids, scores)[0])
         if self._call.streamer is not None:
             self._call.streamer.put(torch.tensor([token]))
-        scores = tuple(self.scores) if self._call.records and self._call.config.output_scores else None
-        if not bool(self._call.criteria(self.ids, scores)[0]):
-            return "", None
-        if self._noise is not None:
-            self._noise.end(self.index)
-        if token in self._call.eos_ids:
-            return "", "eos"
-        return "", "length" if self._length == self._call.config.max_length else "stop"
+        return "", "stop" if ended else None
 
     def finish(self) -> str:
         """Return no text."""
         return ""
+
+
+def _of_row(processor: Any, row: int, rows: int) -> Any:
+    """Return a processor for one row of a batch: what it holds for each row is cut to that."""
+    ignored = getattr(processor, "prompt_ignore_length", None)  # of penalties: each row's padding
+    if rows == 1 or not isinstance(ignored, torch.Tensor):
+        return processor
+    own = copy.copy(processor)
+    own.prompt_ignore_length = ignored[row : row + 1]
+    return own

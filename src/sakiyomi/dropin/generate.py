@@ -11,7 +11,6 @@ import inspect
 import operator
 import types
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -73,8 +72,14 @@ def accelerate(
     if target not in WHERE:
         raise OptionError(f"target={target!r}: must be one of {', '.join(WHERE)}")
     lookups, count = _lookups(drafter), draft_length(num_speculative_tokens)
+    current = vars(model).get("generate")
     restore(model)
-    vars(model)["generate"] = Generate(model, lookups, count, target)
+    try:
+        vars(model)["generate"] = Generate(model, lookups, count, target)
+    except BaseException:
+        if current is not None:
+            vars(model)["generate"] = current
+        raise
     return model
 
 
@@ -88,10 +93,12 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Assistant:
-    """A draft model of earlier calls, made ready. ``drafter``: the one for every call, if its tokenizer is another."""
+    """The draft model of the last call that had one, made ready. ``key``: what it was made of.
 
-    stamp: object
-    tokenizers: tuple[Any, Any] | None
+    ``drafter``: the one for every row, if its tokenizer is another.
+    """
+
+    key: tuple[Any, ...]
     model: DecoderModel | EncoderDecoderModel
     drafter: Drafter | None
 
@@ -100,22 +107,25 @@ class Generate:
     """Takes the place of ``model.generate``."""
 
     def __init__(self, model: Any, lookups: Sequence[Drafter], count: int | None, where: Where) -> None:
+        if model.training:
+            raise OptionError(f"model: the {type(model).__name__} is in training mode; call model.eval() first")
         self._replaced = vars(model).get("generate")  # what somebody else put there, if so
         self.__wrapped__: Callable[..., Any] = model.generate
         self.__doc__ = self.__wrapped__.__doc__
         self._model = model
         self._lookups, self._count, self._where = lookups, count, where
-        self._assistants: weakref.WeakKeyDictionary[torch.nn.Module, _Assistant] = weakref.WeakKeyDictionary()
+        self._last_assistant: _Assistant | None = None
         self._warned: set[str] = set()
         self._prepare()
 
     def _prepare(self) -> None:
         """Make a target of the model as it is now."""
-        self._stamp = stamp(self._model)
-        self._adaptive: AdaptivePolicy | None = None
+        now = stamp(self._model)
         self._computes = _ready(self._model, self._where)
+        self._adaptive: AdaptivePolicy | None = None
         if isinstance(self._computes, DecoderModel) and self._count is None and self._lookups:
             self._computes.costs()  # now, not in the first call
+        self._stamp = now
 
     def undo(self) -> None:
         """Put back what was there."""
@@ -128,14 +138,18 @@ class Generate:
         function, model = getattr(self.__wrapped__, "__func__", None), memo.get(id(self._model))
         return self.__wrapped__ if function is None or model is None else types.MethodType(function, model)
 
+    def __reduce__(self) -> Any:
+        """Pickle as the model's own generate."""
+        function = getattr(self.__wrapped__, "__func__", None)
+        return (types.MethodType, (function, self._model)) if function else super().__reduce__()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Generate, reading ahead, with the arguments and the result of the model's own ``generate``."""
-        names = inspect.signature(self.__wrapped__).parameters
-        given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
-        speculation = {name: given.pop(name) for name in _SPECULATION if name in given}
-        config = given.get("generation_config")
-        if config is not None and config.num_assistant_tokens is not None:
-            speculation.setdefault("num_assistant_tokens", config.num_assistant_tokens)
+        names = list(inspect.signature(self.__wrapped__).parameters)[: len(args)]
+        if len(names) < len(args) or set(names) & set(kwargs):
+            return self.__wrapped__(*args, **kwargs)  # which says what is wrong
+        given: dict[str, Any] = dict(zip(names, args, strict=True)) | kwargs
+        speculation = self._take_speculation(given)
         try:
             return self._generate(dict(given), speculation)
         except NotHere as reason:
@@ -149,12 +163,38 @@ class Generate:
         # Nor with transformers' assistants: the text is the same without, and they can't take some of these cases.
         return self.__wrapped__(**given)
 
+    def _take_speculation(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Take what says how to read ahead out of the arguments: given itself, in a config, or in the model's own."""
+        speculation = {name: given.pop(name) for name in _SPECULATION if name in given}
+        config, default = given.get("generation_config"), self._model.generation_config
+        assistant = speculation.get("assistant_model")
+        configs = [config, default]
+        for each in (config, getattr(assistant, "generation_config", None), default):
+            if each is not None and each.num_assistant_tokens is not None:
+                speculation.setdefault("num_assistant_tokens", each.num_assistant_tokens)
+        for each in configs:
+            if each is not None and each.prompt_lookup_num_tokens is not None:
+                speculation.setdefault("prompt_lookup_num_tokens", each.prompt_lookup_num_tokens)
+        if config is not None and config.prompt_lookup_num_tokens is not None:
+            given["generation_config"] = copy.copy(config)
+            given["generation_config"].prompt_lookup_num_tokens = None
+        if default.prompt_lookup_num_tokens is not None:
+            given["prompt_lookup_num_tokens"] = None
+        return speculation
+
     def _generate(self, given: dict[str, Any], speculation: Mapping[str, Any]) -> Any:
+        if self._model.training:
+            raise NotHere("the model is in training mode")
         for name in _ELSEWHERE:
-            if given.get(name) is not None:
+            if given.get(name) is not None and given[name] is not False:
                 raise NotHere(f"{name}= was given")
         streamer, tokenizer = given.pop("streamer", None), given.get("tokenizer")
-        config = given.get("generation_config")
+        config, default = given.get("generation_config"), self._model.generation_config
+        for name in ("stop_strings", "token_healing"):
+            if getattr(default, name):
+                raise NotHere(f"{name} is in the model's own generation config")
+        if given.get("token_healing") or getattr(config, "token_healing", None):
+            raise NotHere("token_healing= was given")
         stop_strings = given.get("stop_strings") or (config and config.stop_strings)
         if stop_strings and tokenizer is not None:
             # transformers gives a decoding loop from outside no tokenizer, so that the criterion is made here.
@@ -197,13 +237,14 @@ class Generate:
             self._prepare()
         call.check(self._computes.context_length)
         prompts, row_targets = call.prompts(), self._computes.targets(call)
-        lookup = _number("prompt_lookup_num_tokens", speculation, call.config.prompt_lookup_num_tokens)
+        lookup = _number("prompt_lookup_num_tokens", speculation)
         most = [each for each in (lookup, _number("num_assistant_tokens", speculation)) if each is not None]
         lookups = self._lookups or ([drafters.NgramDrafter()] if lookup else [])
         model, assistant = speculation.get("assistant_model"), None
         if model is not None and lookup is None:
             assistant = self._assistant(model, speculation.get("assistant_tokenizer"), tokenizer, call)
-        policy = self._policy(row_targets[0], most) if lookups or assistant else None
+        drafts = self._count != 0 and 0 not in most and (lookups or assistant)
+        policy = self._policy(row_targets[0], most) if drafts else None
         noise = Noise(call.rows, call.input_ids.device) if call.config.do_sample else None
         rows = [GeneratedRow(call, index, prompt, noise) for index, prompt in enumerate(prompts)]
         params = SamplingParams(max_new_tokens=call.limit, stop_token_ids=call.eos_ids)
@@ -235,10 +276,8 @@ class Generate:
 
     def _policy(self, target: Target, most: Sequence[int]) -> Policy:
         """Return how far to read ahead; what was learned of the drafters stays from call to call."""
-        policy: Policy | None = None
-        if self._count == 0:
-            policy, most = FixedPolicy(1), [0]
-        elif self._count is not None:
+        policy: Policy
+        if self._count is not None:
             policy = FixedPolicy(self._count)
         else:
             if self._adaptive is None:
@@ -250,23 +289,21 @@ class Generate:
         """Return a draft model, made ready in an earlier call or now. Raises NotHere for one that can't draft here."""
         if not hasattr(model, "config") or not callable(getattr(model, "forward", None)):
             raise OptionError(f"assistant_model: a {type(model).__name__}; give a transformers model")
-        tokenizers = (own_tokenizer, tokenizer) if own_tokenizer is not None and tokenizer is not None else None
-        known, now = self._assistants.get(model), stamp(model)
-        if known and known.stamp == now and known.tokenizers == tokenizers:
-            return known
+        tokenizers = (own_tokenizer, tokenizer) if own_tokenizer is not None and tokenizer is not None else ()
+        key = (model, stamp(model), *tokenizers, call.eos_ids)
+        if self._last_assistant and self._last_assistant.key == key:
+            return self._last_assistant
         if bool(model.config.is_encoder_decoder) != call.encoder_decoder:
             raise NotHere(f"assistant_model= is a {type(model).__name__}, which can't draft for this kind of model")
         try:
             ready = _ready(model, "auto", assistant=True)
-        except ModelError as error:
+        except (ModelError, OptionError) as error:
             raise NotHere(f"assistant_model=: {error}") from None
         drafter = None
-        if tokenizers and isinstance(ready, DecoderModel):
-            vocab_size = self._computes.targets(call)[0].vocab_size
-            drafter = ready.retokenising(own_tokenizer, tokenizer, vocab_size, call.eos_ids)
-        found = _Assistant(now, tokenizers, ready, drafter)
-        self._assistants[model] = found
-        return found
+        if tokenizers and isinstance(ready, DecoderModel) and isinstance(self._computes, DecoderModel):
+            drafter = ready.retokenising(*tokenizers, self._computes.target.vocab_size, call.eos_ids)
+        self._last_assistant = _Assistant(key, ready, drafter)
+        return self._last_assistant
 
 
 def _ready(model: Any, where: Where, *, assistant: bool = False) -> DecoderModel | EncoderDecoderModel:
@@ -289,11 +326,9 @@ def _lookups(drafter: str | Drafter | None) -> list[Drafter]:
     return [drafters.DRAFTERS[name]() for name in names if name != drafters.MODEL]
 
 
-def _number(name: str, speculation: Mapping[str, Any], default: int | None = None) -> int | None:
+def _number(name: str, speculation: Mapping[str, Any]) -> int | None:
     """Return a number of draft tokens that a call names. Raises OptionError."""
     value = speculation.get(name)
-    if value is None:
-        value = default
     if value is None:
         return None
     try:

@@ -11,10 +11,11 @@ from sakiyomi import core, pairs, targets
 from sakiyomi.costs import ModelCosts, measure
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.preceded import Preceded
-from sakiyomi.dropin.call import Call
+from sakiyomi.dropin.call import Call, NotHere
 from sakiyomi.errors import ModelError, OptionError
-from sakiyomi.interfaces import Drafter, Target
+from sakiyomi.interfaces import Drafter, Target, Work
 from sakiyomi.targets.decoder import DecoderConfig
+from sakiyomi.targets.huggingface import HuggingFaceTarget, same_logits
 from sakiyomi.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -37,15 +38,10 @@ class DecoderModel:
         reason = None if where == "module" else _not_for_core(model)
         if where == "core" and reason is not None:
             raise OptionError(f"target='core': {reason}; 'module' runs the model's own module")
-        self.target: Target
-        if where == "module" or reason is not None:
-            from sakiyomi.targets.huggingface import HuggingFaceTarget
-
-            self.target = HuggingFaceTarget(model)
-        else:
-            config = DecoderConfig.from_huggingface(model.config.to_dict())
-            dtype: Literal["bf16", "fp32"] = "bf16" if model.dtype is torch.bfloat16 else "fp32"
-            self.target = targets.load_decoder(config, model.state_dict(), dtype=dtype, weights=weights)
+        own = None if where == "module" or reason is not None else _on_core(model, weights)
+        if own is None and where == "core":
+            raise OptionError("target='core': the core doesn't compute what this model's module does; use 'module'")
+        self.target: Target = own or HuggingFaceTarget(model)
         self.context_length = self.target.context_length
         self._costs: ModelCosts | None = None
 
@@ -112,22 +108,51 @@ class EncoderDecoderModel:
         if ids is None or ids.is_floating_point():
             return drafter
         mask = call.model_kwargs.get("attention_mask")
-        seen = ids[0] if mask is None else ids[0][mask[row].bool()]
+        seen = ids[0] if mask is None else ids[0][mask[row].bool()]  # without padding
         return Preceded(drafter, seen.tolist())
 
     def assistant(self, vocab_size: int, call: Call, row: int) -> Drafter:
         """Return a drafter that drafts with this model for another one, for the input of a row."""
-        inputs: dict[str, Any] = {self._input: call.input_of(row)}
+        given = call.input_of(row)
+        if given is None:
+            raise NotHere("assistant_model= reads the input itself, of which only the encoder's output was given")
+        inputs: dict[str, Any] = {self._input: given}
         mask = call.model_kwargs.get("attention_mask")
-        if mask is not None and not inputs[self._input].is_floating_point():
+        if mask is not None and not given.is_floating_point():
             inputs["attention_mask"] = mask[row : row + 1]
         conditioned: Conditioned = self._target.given(**inputs)
         return ModelDrafter(conditioned, vocab_size, costs=self.costs(conditioned), eos_ids=call.eos_ids)
 
 
 def stamp(model: torch.nn.Module) -> object:
-    """Return what changes with a model's weights: where they are, and how often they were written to."""
-    return tuple((each.data_ptr(), 0 if each.is_inference() else each._version) for each in model.parameters())
+    """Return what changes when a model does: modules, hooks, and weights in the processor's memory.
+
+    Of each weight: where it is, how often it was written to, and one of its numbers, since ``.data`` isn't counted.
+    """
+    modules = tuple((id(each), len(each._forward_hooks), len(each._forward_pre_hooks)) for each in model.modules())
+    weights = tuple(
+        (each.data_ptr(), 0 if each.is_inference() else each._version, float(each.data.view(-1)[each.numel() // 2]))
+        for each in model.parameters()
+        if each.device.type == "cpu" and type(each.data) is torch.Tensor and each.is_contiguous() and each.numel()
+    )
+    return modules, weights
+
+
+def _on_core(model: PreTrainedModel, weights: Literal["auto", "int8"]) -> Target | None:
+    """Return a target on the compiled core; None where it doesn't compute what the module does."""
+    dtype: Literal["bf16", "fp32"] = "bf16" if model.dtype is torch.bfloat16 else "fp32"
+    try:
+        config = DecoderConfig.from_huggingface(model.config.to_dict())
+        target = targets.load_decoder(config, model.state_dict(), dtype=dtype, weights=weights)
+    except ModelError:  # layers of somebody's own in it
+        return None
+    # Hooks, other activations, another head than the config says: a module may compute anything.
+    ids = torch.randint(config.vocab_size, (1, 12), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = model(ids, use_cache=False).logits[0]
+        (output,) = target.forward([Work(target.new_sequence(), ids[0].tolist(), None, ids.shape[1])])
+    exact = dtype == "fp32" and weights == "auto"
+    return target if same_logits(output.logits, expected, exact) else None
 
 
 def _not_for_core(model: PreTrainedModel) -> str | None:

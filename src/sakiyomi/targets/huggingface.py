@@ -103,7 +103,7 @@ class HuggingFaceTarget:
         reason = "its rows see the tokens that follow them, as in an encoder"
         linears: list[Linear] = []
         # Where it isn't like that, modules that don't take to packed linears are left with their own.
-        for swap in (True, False) if _agree(shorter, expected[: count // 2], precise) else ():
+        for swap in (True, False) if same_logits(shorter, expected[: count // 2], precise) else ():
             if not swap and not linears:
                 break
             clone = _structural_clone(model)
@@ -114,7 +114,7 @@ class HuggingFaceTarget:
                     config._attn_implementation = name
                 try:
                     runner = kind(clone, linears, self.device)
-                    if _agree(self._in_pieces(runner, ids[0].tolist()), expected, precise):
+                    if same_logits(self._in_pieces(runner, ids[0].tolist()), expected, precise):
                         return runner
                     reason = "computed in pieces it gives other logits than in one call"
                 except (MemoryError, torch.OutOfMemoryError):
@@ -281,7 +281,7 @@ def _weight_format(model: PreTrainedModel) -> str:
     return names.get(model.dtype, str(model.dtype).removeprefix("torch."))
 
 
-def _agree(found: torch.Tensor, expected: torch.Tensor, precise: bool) -> bool:
+def same_logits(found: torch.Tensor, expected: torch.Tensor, precise: bool) -> bool:
     """Tell whether logits, [rows, vocab_size], are the same but for rounding, in float32 (``precise``) or less."""
     found, expected = found.float().cpu(), expected.float().cpu()
     errors = (found - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(1e-20)
