@@ -236,3 +236,10 @@ def test_a_damaged_file_is_measured_again(monkeypatch, tmp_path, damage):
 def test_where_nothing_can_be_kept_it_is_measured(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     assert measured(Clocked(monkeypatch), tmp_path / "file" / "costs", {}).rows
+
+
+def test_each_sequence_of_a_batch_reads_its_own_context():
+    costs = ModelCosts(TABLE)
+    alone, together = costs.seconds(8, 1000), costs.seconds(8, 1000, 8)
+    assert together - alone == pytest.approx(7 * 1000 * TABLE.per_token)
+    assert costs.seconds(8, 0, 8) == costs.seconds(8, 0)

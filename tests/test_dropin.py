@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import pickle
 import re
 import warnings
 from pathlib import Path
@@ -14,6 +16,7 @@ import transformers
 import sakiyomi
 from conftest import COMMON, byte_tokenizer, make_reference
 from sakiyomi import core
+from sakiyomi.dropin import call, generate
 from sakiyomi.dropin.call import Noise
 from sakiyomi.errors import OptionError, UnsupportedModelError
 from sakiyomi.interfaces import Draft, always
@@ -247,7 +250,9 @@ def test_processors_and_criteria_are_called_once_for_each_token(accelerated):
 
 @pytest.fixture(scope="module")
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().fast, eos_token="<eos>")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=byte_tokenizer().fast, eos_token="<eos>", pad_token="<eos>"
+    )
 
 
 @pytest.mark.parametrize("as_config", [False, True])
@@ -586,6 +591,182 @@ def test_noise_is_that_of_multinomial():
         for step in range(6):
             found[step][row] = int((probabilities[step, row] / noise.take(row, step, 5000)).argmax())
     assert found == expected
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("many", [1, 2])
+def test_penalties_with_padding_on_the_left(accelerated, many):
+    """The processor holds each row's padding."""
+    short = torch.nn.functional.pad(PROMPT[:, :6], (PROMPT.shape[1] - 6, 0), value=PAD)
+    ids = torch.cat([short, PROMPT])
+    for options in ({"do_sample": False}, {"do_sample": True}):
+        assert same(
+            accelerated, ids, (ids != PAD).long(), repetition_penalty=1.5, max_new_tokens=25,
+            num_return_sequences=many if options["do_sample"] else 1, **options,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("by", ["assistant_model", "prompt_lookup_num_tokens"])
+def test_ends_are_heeded_with_assistance(accelerated, assistant, tokenizer, by):
+    """Ends, criteria and stop strings inside of a draft; transformers goes past them."""
+    assisted = {by: assistant if by == "assistant_model" else 6}
+    text = plain(accelerated, **GREEDY)[0][0].tolist()[PROMPT.shape[1] :]
+    for at in range(5, 30, 4):
+        assert same(accelerated, assisted=assisted, stopping_criteria=[AfterToken(text[at])], **GREEDY)
+        assert same(accelerated, assisted=assisted, eos_token_id=text[at], **GREEDY)
+        assert same(accelerated, assisted=assisted, eos_token_id=torch.tensor([text[at], text[at + 1]]), **GREEDY)
+    words = [word for at in range(8, 36) if (word := tokenizer.decode(text[at : at + 2])).isascii() and len(word) == 2]
+    for word in words[:3]:
+        assert same(accelerated, assisted=assisted, stop_strings=word, tokenizer=tokenizer, **GREEDY)
+
+
+def test_an_assistants_own_configuration_changes_no_token(accelerated):
+    """Its temperature and min_length did; it is left as it was."""
+    helper = make_reference("llama", num_hidden_layers=1)
+    config = helper.generation_config
+    config.temperature, config.do_sample, config.min_length, config.num_assistant_tokens = 1.9, True, 100, 3
+    before, weights = config.to_dict(), {name: each.clone() for name, each in helper.state_dict().items()}
+    for options in (GREEDY, SAMPLED):
+        assert same(accelerated, assisted={"assistant_model": helper}, **options)
+    assert config.to_dict() == before
+    assert all(torch.equal(each, weights[name]) for name, each in helper.state_dict().items())
+
+
+def test_caches_of_a_fixed_size_near_the_limit(accelerated):
+    options = {"cache_implementation": "static", "do_sample": False, "max_new_tokens": 12}
+    assert same(accelerated, assisted={"prompt_lookup_num_tokens": 10}, **options)
+
+
+def test_beams_with_an_assistant_go_to_beams(accelerated, assistant):
+    expected = plain(accelerated, num_beams=3, max_new_tokens=11, do_sample=False)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        found = run(accelerated, assistant_model=assistant, num_beams=3, max_new_tokens=11, do_sample=False)[0]
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("change", ["hook", "activation", "head", "attribute", "data"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_model_that_was_changed_is_run_as_it_is(where, change, when):
+    """The core computes only what it was made for; what else a module does is found by its logits."""
+    model = tiny(tie_word_embeddings=change == "head")
+
+    def changed() -> None:
+        layer = model.model.layers[0]
+        if change == "hook":
+            layer.register_forward_hook(lambda module, args, output: output * 1.5)
+        elif change == "activation":
+            layer.mlp.act_fn = torch.nn.Tanh()
+        elif change == "head":
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.flip(0))
+        elif change == "attribute":
+            layer.self_attn.scaling = 1.0
+        else:
+            layer.mlp.down_proj.weight.data.mul_(-1.5)
+
+    if when == "before":
+        changed()
+    if where == "core" and change != "data" and when == "before":
+        with pytest.raises(OptionError, match="the core doesn't compute what this model's module does"):
+            sakiyomi.accelerate(model, target="core")
+    sakiyomi.accelerate(model, num_speculative_tokens=3, target="auto" if where == "core" else where)
+    if when == "after":
+        if change == "attribute":
+            pytest.skip("nobody can see that: the documentation says what is noticed")
+        run(model, **GREEDY)
+        changed()
+    assert same(model, **GREEDY)
+
+
+def test_a_failed_preparation_is_tried_again(monkeypatch):
+    model = sakiyomi.accelerate(tiny(), num_speculative_tokens=2)
+    model.lm_head.weight.data.mul_(0.5)
+    ready = generate._ready
+    monkeypatch.setattr(generate, "_ready", lambda *args, **options: (_ for _ in ()).throw(MemoryError()))
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            run(model, **GREEDY)
+    monkeypatch.setattr(generate, "_ready", ready)
+    assert same(model, **SAMPLED)
+
+
+def test_training_mode(model):
+    twin = copy.deepcopy(model)
+    sakiyomi.accelerate(twin, num_speculative_tokens=2)
+    twin.train()
+    with pytest.warns(RuntimeWarning, match="training mode"):
+        run(twin, **GREEDY)
+    with pytest.raises(OptionError, match=r"training mode; call model\.eval\(\)"):
+        sakiyomi.accelerate(twin)
+    assert type(twin.generate).__name__ == "Generate", "the earlier one stays"
+
+
+def test_what_configurations_hold(model, tokenizer):
+    """A model's own generation config may say how to read ahead, or what only its own generate takes."""
+    twin = copy.deepcopy(model)
+    drafter = Asked()
+    sakiyomi.accelerate(twin, drafter, num_speculative_tokens=9)
+    twin.generation_config.prompt_lookup_num_tokens = 2
+    expected = plain(model, num_return_sequences=2, **SAMPLED)[0]
+    assert torch.equal(run(twin, num_return_sequences=2, **SAMPLED)[0], expected)
+    assert max(drafter.budgets) == 2
+    twin.generation_config.prompt_lookup_num_tokens = None
+    twin.generation_config.stop_strings = ["zz"]
+    with pytest.warns(RuntimeWarning, match="stop_strings is in the model's own"):
+        run(twin, tokenizer=tokenizer, **GREEDY)
+    twin.generation_config.stop_strings = None
+    with pytest.warns(RuntimeWarning, match="token_healing"), contextlib.suppress(TypeError):  # theirs, without bos
+        run(twin, tokenizer=tokenizer, token_healing=True, **GREEDY)
+
+
+def test_arguments_that_contradict_raise_what_they_raised(accelerated):
+    with pytest.raises(TypeError, match="multiple values"):
+        accelerated.generate(PROMPT, inputs=PROMPT)
+    criteria = [transformers.MaxLengthCriteria(max_length=30)]
+    assert same(accelerated, stopping_criteria=criteria, **GREEDY)
+    with pytest.warns(RuntimeWarning, match="may reach 1030 tokens"):
+        run(accelerated, stopping_criteria=[transformers.MaxLengthCriteria(max_length=1030)], max_new_tokens=40)
+
+
+def test_synced_gpus_false_is_no_reason(accelerated):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert same(accelerated, synced_gpus=False, **GREEDY)
+
+
+def test_an_accelerated_model_can_be_pickled(model):
+    twin = pickle.loads(pickle.dumps(sakiyomi.accelerate(copy.deepcopy(model), num_speculative_tokens=1)))
+    assert torch.equal(twin.generate(PROMPT, **GREEDY), plain(model, **GREEDY)[0])
+
+
+def test_the_output_of_an_encoder_alone():
+    torch.manual_seed(2)
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)).eval()
+    small = copy.deepcopy(model)
+    with torch.inference_mode():
+        states = model.get_encoder()(PROMPT)
+    expected = model.generate(encoder_outputs=copy.copy(states), **GREEDY)
+    sakiyomi.accelerate(model, num_speculative_tokens=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(model.generate(encoder_outputs=copy.copy(states), **GREEDY), expected)
+    with pytest.warns(RuntimeWarning, match="reads the input itself"):
+        found = model.generate(encoder_outputs=copy.copy(states), assistant_model=small, **GREEDY)
+    assert torch.equal(found, expected)
+
+
+def test_a_row_far_behind_gets_its_own_random_numbers(monkeypatch):
+    """Of a batch with a large vocabulary few steps are kept."""
+    monkeypatch.setattr(call, "_NOISE_BYTES", 0)
+    torch.manual_seed(4)
+    expected = [torch.empty(2, 50).exponential_() for _ in range(9)]
+    state = torch.get_rng_state()
+    torch.manual_seed(4)
+    noise = Noise(2, torch.device("cpu"))
+    for row in (1, 0):
+        for step in range(9):
+            assert torch.equal(noise.take(row, step, 50), expected[step][row])
+    assert len(noise._kept) <= 2
     assert torch.equal(torch.get_rng_state(), state)
 
 
