@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import re
+import types
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from conftest import byte_tokenizer, make_reference, make_target
@@ -993,3 +995,11 @@ def test_json_takes_params_that_have_no_json_of_their_own() -> None:
     data = json.loads(json.dumps(as_dict(run_benchmark(FakeLLM(), prompts(1), [], params))))
     assert data["params"]["processors"] == 1
     assert data["params"]["logit_bias"] == {"3": -1.0}
+
+
+def test_facts_name_the_device_of_the_model():
+    target = types.SimpleNamespace(device=torch.device("meta"), dtype=torch.float16, kernels="module")
+    llm = types.SimpleNamespace(target=target, exactness="numerics")
+    assert report.model_facts(llm, "name", None)["device"] == "meta"
+    del target.device
+    assert report.model_facts(llm, "name", None)["device"] == "cpu"

@@ -78,6 +78,7 @@ def model_facts(llm: LLM, model: str, draft_model: str | None, others: Sequence[
         weights=getattr(llm.target, "weight_format", dtype),
         kernels=getattr(llm.target, "kernels", "torch"),
         exactness=llm.exactness,
+        device=str(getattr(llm.target, "device", "cpu")),
     )
     if draft_model:
         facts["draft model"] = draft_model
