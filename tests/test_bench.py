@@ -34,6 +34,7 @@ from sakiyomi.bench import (
     run_benchmark,
     select,
 )
+from sakiyomi.bench.report import model_facts
 from sakiyomi.bench.weights import NamedWeights, parse
 from sakiyomi.errors import OptionError, PromptError
 from sakiyomi.interfaces import Draft, GoOn, RoundRecord, always
@@ -1000,6 +1001,6 @@ def test_json_takes_params_that_have_no_json_of_their_own() -> None:
 def test_facts_name_the_device_of_the_model():
     target = types.SimpleNamespace(device=torch.device("meta"), dtype=torch.float16, kernels="module")
     llm = types.SimpleNamespace(target=target, exactness="numerics")
-    assert report.model_facts(llm, "name", None)["device"] == "meta"
+    assert model_facts(llm, "name", None)["device"] == "meta"
     del target.device
-    assert report.model_facts(llm, "name", None)["device"] == "cpu"
+    assert model_facts(llm, "name", None)["device"] == "cpu"
