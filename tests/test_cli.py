@@ -50,7 +50,19 @@ def llm(llama) -> LLM:
 def loads(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     """Let the commands use a model that is loaded already, with the defaults they ask for."""
 
-    def load(model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model, verification="coupled"):
+    def load(
+        model,
+        dtype,
+        weights,
+        kernels,
+        context_length,
+        threads,
+        drafter,
+        k,
+        draft_model,
+        verification="coupled",
+        device=None,
+    ):
         own = {"draft_model": itself(llm)} if draft_model else {}
         settings = {"drafter": drafter, "num_speculative_tokens": k, "verification": verification}
         return LLM(llm.target, llm.tokenizer, costs=costs, **settings, **own)
@@ -885,7 +897,7 @@ def both_weights(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     changed = make_reference("llama", num_hidden_layers=1)
     changed.lm_head.weight.data.mul_(0.9)
 
-    def load(model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model):
+    def load(model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model, device=None):
         assert not any(target() for target in targets), "the one before takes no memory any more"
         asked.append((weights, kernels))
         target = make_target(changed if weights == "int8" else reference, kernels="torch")
@@ -975,13 +987,13 @@ def several_weights(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str
     targets["int8"].weight_format = "int8"
     asked = []
 
-    def load(model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model):
+    def load(model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model, device=None):
         assert draft_model is None, "a draft model is loaded once, whatever it drafts for"
         asked.append((model, dtype, weights, context_length))
         tokenizer = byte_tokenizer(eos=None if "other" in model else "<eos>")
         if "other" in model:
             tokenizer.fast.add_tokens(["one more"])
-        target = targets[("draft" if model == "y" else "int8") if weights == "int8" else ""]
+        target = targets[("draft" if model == "y" else "int8") if weights in ("int8", None) else ""]
         return LLM(target, tokenizer, drafter=drafter, num_speculative_tokens=k, costs=costs)
 
     monkeypatch.setattr(cli, "_load", load)
@@ -1088,8 +1100,8 @@ def test_weights_and_kernels_reach_load(monkeypatch, command):
         raise sakiyomi.OptionError("enough")
 
     monkeypatch.setattr("sakiyomi.llm.load", load)
-    run(cli.app, [*command, "--kernels", "torch"])
-    assert (seen["weights"], seen["kernels"]) == ("auto", "torch")
+    run(cli.app, [*command, "--kernels", "torch", "--device", "cpu"])
+    assert (seen["weights"], seen["kernels"], seen["device"]) == ("auto", "torch", "cpu")
     if core.available() and command[0] == "generate":
         run(cli.app, [*command, "--weights", "int8", "--kernels", core.available()[-1]])
         assert (seen["weights"], seen["kernels"]) == ("int8", core.available()[-1])
@@ -1101,8 +1113,9 @@ def three_models(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     reference = make_reference("llama", num_hidden_layers=1)
     done: list[str] = []
 
-    def load(model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model):
-        assert (weights, kernels, threads, drafter, k, draft_model) == ("auto", "torch", 1, "none", 0, None)
+    def load(model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model, device=None):
+        own = "auto" if model == "big" or not done else None  # of a draft model, whatever suits
+        assert (weights, kernels, threads, drafter, k, draft_model) == (own, "torch", 1, "none", 0, None)
         done.append(f"load {model}")
         target = make_target(reference, context_length={"big": 512, "small": 256, "tiny": 16}[model])
         return LLM(target, byte_tokenizer(), drafter=drafter)

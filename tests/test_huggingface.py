@@ -13,16 +13,19 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from torch.nn.utils import prune
 
 from sakiyomi.errors import CapacityError, CorruptModelError, OptionError, UnsupportedModelError
 from sakiyomi.interfaces import Work
 from sakiyomi.targets import huggingface
 from sakiyomi.targets.attention import Reach
+from sakiyomi.targets.cache import BLOCK, KeyValues
 from sakiyomi.targets.huggingface import HuggingFaceTarget, load_module
 from sakiyomi.targets.linear import can_pack
 
 TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"
 VOCAB, CONTEXT, WINDOW = 96, 128, 16
+WIDE = 5504  # of an intermediate layer: fifths of its tensors don't end where vectors do
 COMMON: dict[str, object] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -395,13 +398,221 @@ def test_self_test_sees_rows_that_influence_each_other(monkeypatch):
     assert (target.mode, target.exactness) == ("packed", "numerics")
 
 
-def test_wrong_attention_is_found_when_a_model_is_loaded(monkeypatch):
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@dtypes
+@pytest.mark.parametrize("where", ["everywhere", "after the first piece"])
+def test_wrong_attention_is_found_when_a_model_is_loaded(monkeypatch, dtype, where):
     """Negative control: a clone that gives other logits isn't used."""
-    it, attend = subject("llama"), huggingface._Layer.attend
-    monkeypatch.setattr(huggingface._Layer, "attend", lambda self, q, k, v: attend(self, q, k.flip(2), v))
-    target = HuggingFaceTarget(it.module)
+    module, attend = make_module("llama", dtype), huggingface._Layer.attend
+
+    def wrong(self, query, key, value):
+        start = self.parts[0].start
+        return attend(self, query, key.flip(2) if start or where == "everywhere" else key, value)
+
+    monkeypatch.setattr(huggingface._Layer, "attend", wrong)
+    target = HuggingFaceTarget(module)
     assert target.mode == "one by one"
-    assert error(in_pieces(target, TEXT, [30]), it.expected) < TOLERANCE
+    tolerance = TOLERANCE if dtype is torch.float32 else 0.1
+    assert error(in_pieces(target, TEXT, [30]), own_logits(module, TEXT)) < tolerance
+
+
+@dtypes
+def test_positions_that_are_not_those_given_are_found_when_a_model_is_loaded(monkeypatch, dtype):
+    """Negative control: only rows that follow others are wrong, a third of those compared."""
+    module = make_module("llama", dtype)
+    forward = type(module.model.rotary_emb).forward
+
+    def from_zero(self, x, position_ids):
+        return forward(self, x, torch.arange(position_ids.shape[1])[None])
+
+    monkeypatch.setattr(type(module.model.rotary_emb), "forward", from_zero)
+    with pytest.raises(UnsupportedModelError, match="in pieces it gives other logits than in one call"):
+        HuggingFaceTarget(module)
+
+
+class Einsum(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("...i,oi->...o", x, self.weight)
+
+
+class Convolution(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.conv1d(x.transpose(1, 2), self.weight[:, :, None]).transpose(1, 2)
+
+
+@torch.library.custom_op("sakiyomi_tests::multiply", mutates_args=())
+def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight.T
+
+
+class Custom(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return multiply(x, self.weight)
+
+
+@dtypes
+@pytest.mark.parametrize("kind", [Einsum, Convolution, Custom])
+def test_nothing_is_claimed_where_rows_are_multiplied_in_other_ways(kind, dtype):
+    module = make_module("llama", dtype)
+    other = kind(32, 48, bias=False, dtype=dtype)
+    other.weight = module.model.layers[1].mlp.up_proj.weight
+    module.model.layers[1].mlp.up_proj = other
+    target = HuggingFaceTarget(module)
+    assert (target.mode, target.exactness, target._runner.can_be_exact) == ("packed", "numerics", False)
+
+
+@pytest.mark.parametrize("which", ["einsum", "scaled_dot_product_attention"])
+def test_nothing_is_claimed_where_activations_are_multiplied(which):
+    def product(module, args, output):
+        if which == "einsum":
+            return output + 0 * torch.einsum("bri,bsi->br", output, output)[..., None]
+        return output + 0 * torch.nn.functional.scaled_dot_product_attention(output, output, output)
+
+    module = make_module("llama")
+    module.model.layers[0].mlp.register_forward_hook(product)
+    assert not HuggingFaceTarget(module)._runner.can_be_exact
+
+
+def test_weights_that_are_left_are_found():
+    module = make_module("gptj")
+    assert huggingface._weights_left(module)
+    huggingface._swap(module)
+    assert not huggingface._weights_left(module), "tables of positions are no weights"
+    module.register_buffer("quantised", torch.zeros(4, 4, dtype=torch.int8))
+    assert huggingface._weights_left(module)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "bloom"])
+@pytest.mark.parametrize("back", ["truncate", "keep", "failure"])
+def test_rows_that_overflow_leave_no_trace(name, back):
+    module = make_module(name, tie_word_embeddings=False)
+    target = HuggingFaceTarget(module)
+    bad = next(token for token in range(VOCAB) if token not in TEXT)
+    with torch.no_grad():
+        module.get_input_embeddings().weight[bad] = torch.inf
+    fresh, sequence = target.new_sequence(), target.new_sequence()
+    for each in (fresh, sequence):
+        extend(target, each, TEXT[:30])
+    if back == "failure":
+        hook = target._runner.layers[1].register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            extend(target, sequence, [bad] * 9)
+        hook.remove()
+    else:
+        assert not extend(target, sequence, [TEXT[30], *[bad] * 9]).isfinite().all()
+        sequence.truncate(30) if back == "truncate" else sequence.keep(30, [])
+    for part in (TEXT[30:31], TEXT[31:35]):
+        found = extend(target, sequence, part)
+        assert found.isfinite().all()
+        assert torch.equal(found, extend(target, fresh, part))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom"])
+@pytest.mark.parametrize("parents", [None, PARENTS], ids=["chain", "tree"])
+def test_a_failure_in_a_later_layer_changes_no_sequence(name, parents):
+    """Keys and values of the layers before it have been written."""
+    it = subject(name)
+    sequences = [it.target.new_sequence() for _ in range(2)]
+    for sequence in sequences:
+        extend(it.target, sequence, TEXT[:10])
+    hook = it.target._runner.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        it.target.forward([Work(sequences[0], TREE, parents, 7), Work(sequences[1], TREE[:3], None, 1)])
+    hook.remove()
+    for sequence in sequences:
+        assert sequence.length == 10
+        assert error(extend(it.target, sequence, TEXT[10:20]), it.expected[10:20]) < TOLERANCE
+
+
+def test_a_sequence_may_be_in_a_forward_once():
+    target = subject("llama").target
+    sequence = target.new_sequence()
+    with pytest.raises(AssertionError):
+        target.forward([Work(sequence, TEXT[:3]), Work(sequence, TEXT[3:5])])
+    assert sequence.length == 0
+
+
+@torch.inference_mode()
+def test_only_what_was_rolled_back_is_cleared():
+    memory = KeyValues(1, 1, 2, torch.float32)
+    memory.reserve(10)
+    memory.memory.fill_(torch.nan)
+    memory.length = 10
+    memory.keep(4, [1, 3])
+    memory.reserve(7)
+    assert memory.memory[0, 0, 0, :, 0].isnan().nonzero().flatten().tolist() == [*range(7), *range(10, BLOCK)]
+
+
+def test_a_head_may_have_more_rows_than_the_embedding():
+    module = make_module("llama")
+    module.lm_head = torch.nn.Linear(32, VOCAB + 400, bias=False)
+    target = HuggingFaceTarget(module)
+    assert target.vocab_size == VOCAB + 400
+    assert error(in_pieces(target, TEXT, [30]), own_logits(module, TEXT)) < TOLERANCE
+
+
+def test_a_model_that_cannot_be_copied_says_so():
+    module = make_module("llama")
+    prune.l1_unstructured(module.model.layers[0].mlp.up_proj, "weight", amount=0.3)
+    with pytest.raises(UnsupportedModelError, match="'llama': copied and run as it is, it fails: Only Tensors"):
+        HuggingFaceTarget(module)
+
+
+def test_weights_that_are_offloaded_are_shared():
+    accelerate = pytest.importorskip("accelerate")
+    module = make_module("llama")
+    expected = own_logits(module, TEXT)
+    accelerate.cpu_offload(module.model.layers[0], execution_device=torch.device("cpu"))
+    target = HuggingFaceTarget(module)
+    linears = [each.model.layers[0].mlp.up_proj for each in (module, target._runner.clone)]
+    assert linears[0].weight.device.type == "meta"
+    assert linears[0]._hf_hook is not linears[1]._hf_hook
+    assert linears[0]._hf_hook.weights_map is linears[1]._hf_hook.weights_map
+    assert error(in_pieces(target, TEXT, [30, 7]), expected) < TOLERANCE
+    accelerate.cpu_offload(module.model.embed_tokens, execution_device=torch.device("cpu"))
+    with pytest.raises(UnsupportedModelError, match="'llama': its embedding is offloaded"):
+        HuggingFaceTarget(module)
+
+
+class Watcher:
+    """What a user hangs on a module, with a state of its own."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def see(self, module, args, output) -> None:
+        self.calls += 1
+
+    def see_before(self, module, args) -> None:
+        self.calls += 1
+
+
+def test_hooks_run_on_their_own_objects():
+    module, watcher = make_module("llama"), Watcher()
+    module.model.layers[0].register_forward_hook(watcher.see)
+    module.model.layers[0].register_forward_pre_hook(watcher.see_before)
+    target = HuggingFaceTarget(module)
+    watcher.calls = 0
+    extend(target, target.new_sequence(), TEXT[:5])
+    assert watcher.calls == 2
+
+
+def test_wide_activations_are_computed_in_pieces():
+    """Threads share a wide tensor out anywhere in a row, and what stands at the end of a share has other bits."""
+    x, threads = torch.randn(24, WIDE, generator=torch.Generator().manual_seed(0)), torch.get_num_threads()
+    try:
+        torch.set_num_threads(5)
+        target = HuggingFaceTarget(make_module("llama", intermediate_size=WIDE))
+        activation = target._runner.clone.model.layers[0].mlp.act_fn
+        found, whole = activation(x), torch.nn.functional.silu(x)
+        alone = torch.cat([torch.nn.functional.silu(row) for row in x])
+    finally:
+        torch.set_num_threads(threads)
+    if not can_pack(torch.float32) or torch.equal(whole.view(-1), alone):
+        pytest.skip("no such difference on this processor")
+    assert torch.equal(found.view(-1), alone)
 
 
 def test_modules_that_take_no_packed_linears_keep_their_own(monkeypatch):
@@ -484,8 +695,9 @@ def test_positions_that_depend_on_the_length_are_never_reached(rope, limit):
     assert target.context_length == limit
     assert error(in_pieces(target, TEXT[:limit], [20]), own_logits(module, TEXT[:limit])) < TOLERANCE
     assert HuggingFaceTarget(module, 24).context_length == 24
-    with pytest.raises(OptionError, match=f"context_length=129: must be in 2..{limit} for this model"):
+    with pytest.raises(OptionError, match=f"context_length=129: must be in 2..{limit} for this model") as raised:
         HuggingFaceTarget(module, 129)
+    assert ("a longer text would change the positions of all of it" in str(raised.value)) == (rope != PLAIN_ROPE)
 
 
 def test_buffers_that_a_module_writes_to_are_its_own():
@@ -510,11 +722,14 @@ RECURRENT = {**GATED, "intermediate_size": 64}
         ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4}, "it keeps a state"),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of the kind conv, which keep more than keys"),
         ("bert", {}, "its rows see the tokens that follow them, as in an encoder"),
+        ("openai-gpt", GPT2, "computed in pieces it gives other logits than in one call"),
     ],
 )
-def test_what_is_not_run_says_why(kind, options, message):
+@dtypes
+def test_what_is_not_run_says_why(kind, options, message, dtype):
+    torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **{**RECURRENT, **options})
-    module = transformers.AutoModelForCausalLM.from_config(config)
+    module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     with pytest.raises(UnsupportedModelError, match=f"architecture '{kind}' is not supported: .*{message}"):
         HuggingFaceTarget(module)
 
@@ -538,6 +753,11 @@ def test_modules_are_loaded_from_safetensors_alone(tmp_path):
     save_file({k: v for k, v in module.state_dict().items() if k != "transformer.ln_f.bias"}, weights, {"format": "pt"})
     with pytest.raises(CorruptModelError, match=r"the weights lack 'transformer\.ln_f\.bias'"):
         load_module(tmp_path)
+    module.save_pretrained(tmp_path)
+    unfit = module.state_dict() | {"transformer.ln_f.bias": torch.zeros(7)}
+    save_file(unfit, weights, {"format": "pt"})
+    with pytest.raises(CorruptModelError, match=r"'transformer\.ln_f\.bias' has shape \[7\], config.json says \[32\]"):
+        load_module(tmp_path)
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(CorruptModelError):
         load_module(tmp_path)
@@ -554,6 +774,8 @@ def test_modules_are_loaded_from_safetensors_alone(tmp_path):
         ({"model_type": "nonsense", "auto_map": {"AutoConfig": "a.B", "AutoModelForCausalLM": "a.C"}}, "custom code"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "(?i)gptq|optimum"),
         ({"quantization_config": {"quant_method": "nonsense"}}, "nonsense"),
+        ({"vocab_size": "many"}, "field 'vocab_size': .*many"),
+        ({"hidden_act": "nonsense"}, "KeyError: .*nonsense"),
     ],
     ids=str,
 )
@@ -561,9 +783,24 @@ def test_what_cannot_be_loaded_says_why_in_one_line(tmp_path, changes, message):
     make_module("llama").save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(UnsupportedModelError, match=message) as raised:
+    kind = CorruptModelError if "vocab_size" in changes else UnsupportedModelError
+    with pytest.raises(kind, match=message) as raised:
         load_module(tmp_path)
     assert "\n" not in str(raised.value)
+
+
+def test_weights_that_have_no_place_are_a_warning(tmp_path):
+    make_module("llama").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 1}))
+    with pytest.warns(UserWarning, match=r"has no place for \d+ of the weights, as 'model\.layers\.1"):
+        load_module(tmp_path)
+
+
+def test_a_device_that_is_not_there_is_the_callers_mistake(tmp_path):
+    make_module("llama").save_pretrained(tmp_path)
+    with pytest.raises(OptionError, match="device='nonsense'"):
+        load_module(tmp_path, device="nonsense")
 
 
 def test_without_transformers_the_package_is_named(tmp_path, monkeypatch):

@@ -113,12 +113,45 @@ def positions(work: Work) -> list[int]:
     return found
 
 
+class Layout:
+    """How the rows of a work lie among the keys of its sequence: the same for all layers, made once in a forward.
+
+    ``tile``: rows that attention takes together; 0 for all, whose tree is then a mask and not paths.
+    """
+
+    def __init__(self, work: Work, key_block: int, tile: int = TILE) -> None:
+        self.tile, self.rows, self.start = tile, len(work.tokens), work.sequence.length
+        self._key_block = key_block
+        assert 0 <= work.logit_rows <= self.rows > 0
+        parents = None if work.parents is None or list(work.parents) == list(range(-1, self.rows - 1)) else work.parents
+        self.tree = None if tile or parents is None else _Tree(work, parents)
+        # Paths by (number of rows that earlier ones cover, rows), and where their keys lie if not at the end in a row.
+        covers = [(0, list(range(self.rows)))] if parents is None or not tile else chains(parents)
+        self.paths = [(known, path, self._gathered(path)) for known, path in covers]
+        order = [row for known, path in covers for row in path[known:]]
+        # Where each row stands in what the paths return, if it isn't its own place.
+        self.order = None if order == sorted(order) else torch.tensor(order).argsort()
+
+    def keys(self, path: Sequence[int]) -> int:
+        """Return how many keys a path attends to: the sequence's and its own, padded to a block."""
+        return -(-(self.start + len(path)) // self._key_block) * self._key_block
+
+    def _gathered(self, path: Sequence[int]) -> torch.Tensor | None:
+        if list(path) == list(range(len(path))):
+            return None
+        rest = torch.zeros(self.keys(path) - self.start - len(path), dtype=torch.long)
+        return torch.cat([torch.arange(self.start), torch.tensor(path) + self.start, rest])
+
+
 class Part:
     """One sequence's rows in a forward, and attention over their own keys.
 
-    ``reaches``: what each layer of ``memory`` sees. ``heads``: of the queries. ``tile``: rows that attention takes
-    together, 0 for all. ``by_group``: the heads come out in the order that attention stores them in, which is by their
-    place in the group, then by group, and spares a copy.
+    On an accelerator a row of a tree sees the keys of other branches with a weight of zero: if one of them isn't
+    finite, neither are the rows beside it. Of a chain that is so everywhere, for the rows before it.
+
+    ``reaches``: what each layer of ``memory`` sees. ``heads``: of the queries. ``by_group``: the heads come out in the
+    order that attention stores them in, which is by their place in the group, then by group, and spares a copy.
+    ``layout``: made of the same ``work`` and ``key_block``, if there is one already.
     """
 
     def __init__(
@@ -128,20 +161,14 @@ class Part:
         heads: int,
         reaches: Sequence[Reach],
         key_block: int,
-        tile: int = TILE,
         by_group: bool = False,
+        layout: Layout | None = None,
     ) -> None:
-        self.memory, self.rows, self.start = memory, len(work.tokens), memory.length
-        assert 0 <= work.logit_rows <= self.rows > 0
+        layout = layout or Layout(work, key_block)
+        self.memory, self.rows, self.start = memory, layout.rows, layout.start
         memory.reserve(self.start + self.rows)
-        parents = None if work.parents is None or list(work.parents) == list(range(-1, self.rows - 1)) else work.parents
-        chains = [(0, list(range(self.rows)))] if parents is None or not tile else _chains(parents)
-        tree = None if tile or parents is None else _Tree(work, parents)
-        shape = (heads, tile, key_block, by_group)
-        self._paths = [_Path(memory, known, path, reaches, *shape, tree) for known, path in chains]
-        order = [row for known, path in chains for row in path[known:]]
-        # Where each row stands in what the paths return, if it isn't its own place.
-        self._order = None if order == sorted(order) else torch.tensor(order).argsort().to(memory.memory.device)
+        self._paths = [_Path(memory, layout, *path, reaches, heads, by_group) for path in layout.paths]
+        self._order = layout.order
 
     def attend(self, layer: int, queries: torch.Tensor, kernel: Kernel) -> torch.Tensor:
         """Attend to what memory holds and to the rows' own keys, which must be in it: [rows, heads * head_dim].
@@ -155,11 +182,11 @@ class Part:
         return attended if self._order is None else attended.index_select(0, self._order)
 
 
-def _chains(parents: Sequence[int]) -> list[tuple[int, list[int]]]:
+def chains(parents: Sequence[int]) -> list[tuple[int, list[int]]]:
     """Cover a tree with paths from its root: (number of rows that earlier paths cover, the path's rows)."""
     inner = set(parents)
     covered: set[int] = set()
-    chains = []
+    found = []
     for leaf in (row for row in range(len(parents)) if row not in inner):
         path, row = [], leaf
         while row >= 0:
@@ -168,8 +195,8 @@ def _chains(parents: Sequence[int]) -> list[tuple[int, list[int]]]:
         path.reverse()
         known = sum(row in covered for row in path)
         covered.update(path)
-        chains.append((known, path))
-    return chains
+        found.append((known, path))
+    return found
 
 
 class _Tree:
@@ -193,29 +220,24 @@ class _Path:
     def __init__(
         self,
         memory: KeyValues,
+        layout: Layout,
         known: int,
         path: list[int],
+        gathered: torch.Tensor | None,
         reaches: Sequence[Reach],
         heads: int,
-        tile: int,
-        key_block: int,
         by_group: bool,
-        tree: _Tree | None,
     ) -> None:
-        start, length = memory.length, memory.length + len(path)
-        device = memory.memory.device
+        start, tree = layout.start, layout.tree
         _, _, kv_heads, _, head_dim = memory.memory.shape
         self.rows = len(path) - known
-        self._tile = tile or self.rows
+        self._tile = layout.tile or self.rows
         self._tiles = -(-self.rows // self._tile)
-        self._keys = -(-length // key_block) * key_block
+        self._keys = layout.keys(path)
         self._groups = heads // kv_heads
         # Which of the part's queries are the path's, if not all: those of the rows that no earlier path covers.
         self._own = torch.tensor(path[known:]) if known or len(path) < path[-1] + 1 else None
-        self._gather: torch.Tensor | None = None
-        if path != list(range(len(path))):
-            places = [*range(start), *(start + row for row in path), *[0] * (self._keys - length)]
-            self._gather = torch.tensor(places)
+        self._gather = gathered
         self._memory = memory.memory
         # Views for every layer are made here at once: made one by one they would cost more than what they show.
         shown = memory.memory.narrow(3, 0, self._keys)[:, :, None].expand(-1, -1, self._tiles, -1, -1, -1)
@@ -226,7 +248,7 @@ class _Path:
         }
         self._masks = [masks[reach] for reach in reaches]
         split = (self._tiles, kv_heads, self._tile, self._groups, head_dim)
-        tiled = torch.zeros(split, dtype=memory.memory.dtype, device=device)
+        tiled = torch.zeros(split, dtype=memory.memory.dtype, device=memory.memory.device)
         self._queries = tiled.view(self._tiles, kv_heads, self._tile * self._groups, head_dim)
         self._split = None if by_group or self._groups == 1 else split
         full, rest = divmod(self.rows, self._tile)
@@ -252,13 +274,18 @@ class _Path:
 
     def _tree_mask(self, start: int, tree: _Tree, reach: Reach) -> torch.Tensor:
         """Return the same for all rows of a tree, which lie at their own numbers after ``start``."""
-        keys = torch.arange(self._keys)
-        keys[start : start + self.rows] = tree.positions
-        seen = torch.arange(self._keys).expand(self.rows, -1) < start
-        seen[:, start : start + self.rows] = tree.follows
-        seen &= keys >= _first(tree.positions, reach)[:, None]
-        mask = torch.where(seen, 0.0, -torch.inf).to(self._memory.dtype)
-        return self._tiled(mask.to(self._memory.device))
+        # Only what the tree itself says is made elsewhere and brought to the device: [rows] and [rows, rows].
+        memory = self._memory
+        positions, follows = tree.positions.to(memory.device), tree.follows.to(memory.device)
+        own = slice(start, start + self.rows)
+        mask = memory.new_full((self.rows, self._keys), -torch.inf)
+        mask[:, :start] = 0
+        mask[:, own].masked_fill_(follows, 0)
+        if reach.window is not None or reach.chunk is not None:
+            keys = torch.arange(self._keys, device=memory.device)
+            keys[own] = positions
+            mask.masked_fill_(keys < _first(positions, reach)[:, None], -torch.inf)
+        return self._tiled(mask)
 
     def _tiled(self, mask: torch.Tensor) -> torch.Tensor:
         tiled = mask.view(self._tiles, 1, self._tile, 1, self._keys).expand(-1, -1, -1, self._groups, -1)

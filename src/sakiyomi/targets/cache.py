@@ -12,7 +12,10 @@ BLOCK = 256  # tokens; capacities are multiples of it, or of the block given
 class KeyValues:
     """Keys and values of one sequence: ``memory`` is [layers, 2, kv_heads, capacity, head_dim].
 
-    Slots from ``length`` on hold zeros or what was rolled back: always finite, always masked.
+    A forward attends to slots beyond ``length`` too, with a weight of zero, which not a number survives: a draft whose
+    row overflows would spoil what follows when it's long rolled back. So :meth:`reserve`, with which each forward
+    begins, clears what was left there by rows rolled back or by a forward that failed. Rows of one forward aren't kept
+    apart in that way: one that isn't finite spoils those before it, and beside it in a tree, in that forward.
     """
 
     def __init__(
@@ -25,6 +28,7 @@ class KeyValues:
         device: torch.device | None = None,
     ) -> None:
         self.length = 0
+        self._written = 0  # slots from here on hold zeros
         self._block = block
         self.memory = torch.zeros(layers, 2, kv_heads, 0, head_dim, dtype=dtype, device=device)
 
@@ -40,8 +44,15 @@ class KeyValues:
 
     @torch.inference_mode()
     def reserve(self, length: int) -> None:
-        """Make room for ``length`` tokens; a quarter is added at least, so that copies stay rare."""
+        """Make room to write up to ``length`` tokens; what was left behind beyond them is cleared.
+
+        A quarter is added at least, so that copies stay rare.
+        """
+        length = max(length, self.length)
+        left, self._written = self._written, length
         if length <= self.capacity:
+            if left > length:
+                self.memory.narrow(3, length, left - length).zero_()
             return
         layers, two, kv_heads, capacity, head_dim = self.memory.shape
         capacity = -(-max(length, capacity * 5 // 4) // self._block) * self._block

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -30,7 +31,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sakiyomi.errors import CorruptModelError, OptionError, UnsupportedModelError
 from sakiyomi.interfaces import Exactness, TargetOutput, TargetSequence, Work
-from sakiyomi.targets.attention import KEY_BLOCKS, TILE, Kernel, Part, Reach, invariant_key_block, kernel, positions
+from sakiyomi.targets.attention import (
+    KEY_BLOCKS,
+    TILE,
+    Kernel,
+    Layout,
+    Part,
+    Reach,
+    invariant_key_block,
+    kernel,
+    positions,
+)
 from sakiyomi.targets.cache import BLOCK, KeyValues
 from sakiyomi.targets.decoder import check_capacity, rows_are_invariant
 from sakiyomi.targets.linear import MAX_ROWS, Linear, native_bf16, padded_rows, set_row_limit
@@ -48,6 +59,7 @@ _CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_lengt
 _CHECKED = 24  # tokens of the comparison at load
 _UNKNOWN_CONTEXT = 2048  # for a model that doesn't say; more may be asked for
 _ACCELERATOR_ROWS = 512
+_LONGEST = 400  # characters of an error that is not ours
 _SMALL = 1 << 16  # elements of a buffer that is copied and not shared
 _KEY_ALIGNMENT = 16  # keys are padded to a multiple of it where tiles aren't used: fused kernels want aligned masks
 
@@ -60,6 +72,10 @@ class HuggingFaceTarget:
     ``model``: any decoder-only ``PreTrainedModel`` with a language model head, on any device or devices. It isn't
     changed, and may be used beside the target. On a CPU the weights of its linears are in memory a second time, packed;
     if nobody else holds the module, they are held once. ``context_length`` may lower the model's own.
+
+    The module's weights must not change while the target is in use: packed linears are copies, which nobody would
+    bring up to date. Its hooks run as they are. A target serves one thread at a time.
+
     Raises UnsupportedModelError for what can't be rolled back or isn't a decoder, and for a model whose rows can't be
     computed in pieces; OptionError for a context that the model doesn't have.
     """
@@ -69,14 +85,18 @@ class HuggingFaceTarget:
     def __init__(self, model: PreTrainedModel, context_length: int | None = None) -> None:
         self.architecture = str(model.config.model_type)
         _refuse(model)
-        limit = _context_limit(model.config.get_text_config())
+        limit, reason = _context_limit(model.config.get_text_config())
         if context_length is not None and not 2 <= context_length <= (limit or context_length):
-            raise OptionError(f"context_length={context_length}: must be in 2..{limit} for this model")
+            raise OptionError(f"context_length={context_length}: must be in 2..{limit or 'any'} for this model{reason}")
         self.context_length = context_length or limit or _UNKNOWN_CONTEXT
         self.dtype = model.dtype
-        self.weight_format = _weight_format(model)
+        self.weight_format = weight_format(model)
         embedding = cast("nn.Embedding", model.get_input_embeddings())
         self.device, self._embeddings = embedding.weight.device, embedding.weight.shape[0]
+        if self.device.type == "meta":
+            raise UnsupportedModelError(
+                f"architecture {self.architecture!r}: its embedding is offloaded, and has to be on a device"
+            )
         self._threads = torch.get_num_threads()
         with torch.inference_mode():
             self._runner = self._find_runner(model)
@@ -88,20 +108,21 @@ class HuggingFaceTarget:
         """Return the first way of running the model that gives what the model gives."""
         count = min(_CHECKED, self.context_length)
         ids = torch.randint(self._embeddings, (1, count), generator=torch.Generator().manual_seed(0))
-        clone = _structural_clone(model)
         try:
+            clone = _structural_clone(model)
             expected = clone(ids.to(self.device), use_cache=False).logits[0]
             shorter = clone(ids[:, : count // 2].to(self.device), use_cache=False).logits[0]
-        except torch.OutOfMemoryError:
+        except (MemoryError, torch.OutOfMemoryError):
             raise
-        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        except Exception as error:  # a module may be anything; one that was pruned, say, can't be copied
             raise UnsupportedModelError(
-                f"architecture {self.architecture!r}: its own forward fails: {_one_line(error)}"
+                f"architecture {self.architecture!r}: copied and run as it is, it fails: {_one_line(error)}"
             ) from error
         self.vocab_size = int(expected.shape[-1])
         precise = self.dtype is torch.float32
         reason = "its rows see the tokens that follow them, as in an encoder"
         linears: list[Linear] = []
+        # One by one too packed linears are used, which few rows are faster with though they make nothing exact.
         # Where it isn't like that, modules that don't take to packed linears are left with their own.
         for swap in (True, False) if same_logits(shorter, expected[: count // 2], precise) else ():
             if not swap and not linears:
@@ -114,7 +135,7 @@ class HuggingFaceTarget:
                     config._attn_implementation = name
                 try:
                     runner = kind(clone, linears, self.device)
-                    if same_logits(self._in_pieces(runner, ids[0].tolist()), expected, precise):
+                    if self._is_right(runner, ids[0].tolist(), expected):
                         return runner
                     reason = "computed in pieces it gives other logits than in one call"
                 except (MemoryError, torch.OutOfMemoryError):
@@ -123,11 +144,21 @@ class HuggingFaceTarget:
                     reason = _one_line(error)
         raise UnsupportedModelError(f"architecture {self.architecture!r} is not supported: {reason}")
 
-    def _in_pieces(self, runner: _Runner, ids: list[int]) -> torch.Tensor:
+    def _is_right(self, runner: _Runner, ids: list[int], expected: torch.Tensor) -> bool:
+        """Tell whether a text in two pieces, with rows rolled back between them, has the logits of one call.
+
+        Each piece has to: in 16 bits errors of a few rows are overlooked, and it's the second that shows whether
+        positions, and the keys of rows before, are right.
+        """
         sequence, cut = runner.new_sequence(), len(ids) * 5 // 8
-        return torch.cat(
-            [runner.forward([Work(sequence, part, None, len(part))], ())[0].logits for part in (ids[:cut], ids[cut:])]
-        )
+        for start, end in ((0, cut), (cut, len(ids))):
+            (output,) = runner.forward([Work(sequence, ids[start:end], None, end - start)], ())
+            if not same_logits(output.logits, expected[start:end], self.dtype is torch.float32):
+                return False
+            if end == cut:
+                runner.forward([Work(sequence, ids[: len(ids) - cut][:2], None, 0)], ())
+                sequence.truncate(cut)
+        return True
 
     @property
     def mode(self) -> Literal["packed", "one by one"]:
@@ -170,7 +201,8 @@ def load_module(
     ``dtype="auto"`` on a CPU is bf16, or fp32 where the processor doesn't multiply bfloat16 itself; on other devices,
     and of quantised weights, what the folder says. ``device_map`` is for transformers, which needs accelerate for it.
     Raises UnsupportedModelError where transformers doesn't know the architecture or a package is missing,
-    CorruptModelError where the files make no model.
+    CorruptModelError where the files make no model, OptionError for a ``device`` that isn't there. Weights that the
+    model has no place for are a warning: some files hold what is for training, or of a draft head.
     """
     try:
         import transformers
@@ -178,6 +210,10 @@ def load_module(
         raise UnsupportedModelError(
             "architectures beyond the Llama family need transformers: pip install 'sakiyomi[huggingface]'"
         ) from None
+    try:
+        torch.empty(0, device=device or "cpu")
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise OptionError(f"device={device!r}: {_one_line(error)}") from None
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         quantised = getattr(config, "quantization_config", None) is not None
@@ -197,8 +233,14 @@ def load_module(
                 trust_remote_code=False,
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are told below
                 **options,
             )
+        model, found = loaded
+        if device is not None and device_map is None:
+            model = model.to(device)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except ImportError as error:
         raise UnsupportedModelError(f"{folder}: {_one_line(error)}") from None
     except (ValueError, KeyError) as error:
@@ -209,13 +251,16 @@ def load_module(
         raise CorruptModelError(f"{folder}: {_one_line(error)}") from None
     except Exception as error:  # of safetensors, and shapes that don't fit
         raise CorruptModelError(f"{folder}: {_one_line(error)}") from None
-    model, found = loaded
-    for name in sorted((*found["missing_keys"], *found["mismatched_keys"]), key=str):  # transformers makes them up
-        raise CorruptModelError(f"{folder}: the weights lack {name!r} as config.json calls for it")
+    # What is missing or of another shape transformers makes up.
+    for name, shape, wanted in sorted(found["mismatched_keys"]):
+        raise CorruptModelError(f"{folder}: {name!r} has shape {list(shape)}, config.json says {list(wanted)}")
+    for name in sorted(found["missing_keys"]):
+        raise CorruptModelError(f"{folder}: the weights lack {name!r}, which config.json calls for")
+    if unused := sorted(found["unexpected_keys"]):
+        message = f"{folder}: the model has no place for {len(unused)} of the weights, as {unused[0]!r}"
+        warnings.warn(message, stacklevel=2)
     if quantised and getattr(model, "hf_quantizer", None) is None:
-        raise UnsupportedModelError(f"{folder}: weights quantised by {_weight_format(model)!r} are not supported")
-    if device is not None and device_map is None:
-        model = model.to(device)
+        raise UnsupportedModelError(f"{folder}: weights quantised by {weight_format(model)!r} are not supported")
     return cast("PreTrainedModel", model.eval())
 
 
@@ -235,7 +280,11 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 def _one_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    text = " ".join(str(error).split())
+    if len(text) > _LONGEST:
+        text = text[:_LONGEST] + "..."
+    # Of a KeyError the text is only the key.
+    return f"{type(error).__name__}: {text}" if isinstance(error, KeyError) or not text else text
 
 
 def _refuse(model: PreTrainedModel) -> None:
@@ -257,22 +306,27 @@ def _refuse(model: PreTrainedModel) -> None:
         refuse(f"{type(model).__name__} has no language model head")
 
 
-def _context_limit(config: Any) -> int | None:
-    """Return the number of positions, None if the config doesn't say.
+def _context_limit(config: Any) -> tuple[int | None, str]:
+    """Return the number of positions, None if the config doesn't say, and why it can't be more if it isn't plain.
 
     With some kinds of rotary embedding all positions change when a sequence outgrows a length: it never does here.
     """
     known = (getattr(config, name, None) for name in _CONTEXTS)
     limit = next((value for value in known if isinstance(value, int) and value > 0), None)
+    reason = ""
     parameters = getattr(config, "rope_parameters", None) or {}
     for rope in [parameters, *parameters.values()]:
         if isinstance(rope, Mapping) and rope.get("rope_type") in ("dynamic", "longrope"):
             original = rope.get("original_max_position_embeddings") or limit
             limit = original if limit is None or original is None else min(limit, int(original))
-    return limit
+            reason = (
+                f": with {rope['rope_type']} rotary embeddings a longer text would change the positions of all of it"
+            )
+    return limit, reason
 
 
-def _weight_format(model: PreTrainedModel) -> str:
+def weight_format(model: PreTrainedModel) -> str:
+    """Return what the weights are stored as: ``fp32``, ``bf16``, or the name of a way of quantising."""
     quantisation = getattr(model.config, "quantization_config", None)
     if quantisation is not None:
         method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation.quant_method
@@ -294,11 +348,18 @@ def same_logits(found: torch.Tensor, expected: torch.Tensor, precise: bool) -> b
 def _structural_clone(model: PreTrainedModel) -> Any:
     """Return modules and configs of their own around the same parameters, in evaluation mode.
 
-    Small buffers are copied: rotary embeddings write to theirs.
+    Small buffers are copied: rotary embeddings write to theirs. Hooks are shared, and what they hold, but for those
+    that are methods of the model's own modules; so are the weights that accelerate keeps elsewhere.
     """
     buffers = (buffer for buffer in model.buffers() if buffer.numel() > _SMALL)
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *buffers)}
-    clone: Any = copy.deepcopy(model, cast("dict[int, Any]", shared))
+    shared: list[Any] = [*model.parameters(), *buffers]
+    for module in model.modules():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        shared += (hook for hook in hooks if not isinstance(getattr(hook, "__self__", None), nn.Module))
+        offloading = getattr(module, "_hf_hook", None)
+        for each in (offloading, *getattr(offloading, "hooks", ())):
+            shared += [weights] if (weights := getattr(each, "weights_map", None)) is not None else []
+    clone: Any = copy.deepcopy(model, {id(each): each for each in shared})
     return clone.eval()
 
 
@@ -545,9 +606,14 @@ def _reach(mask_function: Callable[..., Any], size: int | None) -> Reach | None:
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees whether anything but packed linears is summed up by a matrix product, with bits of its own choice."""
+    """Sees whether activations are summed up by a matrix product of their own, with bits of torch's choice.
 
-    _NAMES = ("mm", "addmm", "bmm", "baddbmm", "linear", "mv", "addmv", "dot", "matmul", "_grouped_mm")
+    What is multiplied by weights isn't for this to find, since it knows operators by name: see :func:`_weights_left`.
+    """
+
+    _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "mv", "addmv", "dot", "vdot", "inner", "matmul")
+    _OTHERS = ("bilinear", "einsum", "tensordot", "convolution", "conv1d", "conv2d", "conv3d")  # that sum over inputs
+    _PARTS = ("grouped_mm", "scaled_mm", "scaled_grouped_mm", "scaled_dot_product")  # of names
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -555,10 +621,27 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in self._NAMES:
-            left = args[1] if name in ("addmm", "baddbmm", "addmv") else args[0]
+        if name in self._PRODUCTS:
+            left = args[1] if name in ("addmm", "baddbmm", "addbmm", "addmv") else args[0]
             self.found = self.found or left.shape[-1] > 1  # products of one term, as of rotary angles, sum nothing
+        elif name in self._OTHERS or any(part in name for part in self._PARTS):
+            self.found = True
         return func(*args, **(kwargs or {}))
+
+
+def _weights_left(clone: nn.Module) -> bool:
+    """Tell whether a clone has weights that rows may be multiplied by in any other way than by a packed linear.
+
+    Tables that rows are looked up in aren't multiplied by; nor are those that a module computes and no file holds.
+    """
+    for module in clone.modules():
+        if isinstance(module, (nn.Embedding, _PackedLinear)):
+            continue
+        tables = module._non_persistent_buffers_set
+        buffers = (buffer for name, buffer in module._buffers.items() if name not in tables)
+        if any(each is not None and each.dim() >= 2 for each in (*module._parameters.values(), *buffers)):
+            return True
+    return False
 
 
 class _Positions:
@@ -668,7 +751,8 @@ class _Packed(_Runner):
             ways = {(layer.group, *layer.attends_as): layer for layer in self._layers}.values()
             blocks = [invariant_key_block(each.kernel, *each.group[:4]) for each in ways]
         self._key_block = max(block or KEY_BLOCKS[0] for block in blocks)
-        self.can_be_exact = self.linears_are_exact and all(blocks) and not products.found
+        by_rows = not products.found and not _weights_left(self.clone)
+        self.can_be_exact = self.linears_are_exact and all(blocks) and by_rows
 
     def _find_layers(self, products: _Products) -> list[_Layer]:
         """Run the clone with attention that only takes note of what it is asked for."""
@@ -724,10 +808,13 @@ class _Packed(_Runner):
         if self._asks_cache:
             kwargs[self.cache_name] = _Positions(position_ids)
         sequences = [cast("_Memory", item.sequence) for item in work]
+        assert len({id(sequence) for sequence in sequences}) == len(work), "rows of a sequence are one work"
+        layouts = [Layout(item, self._key_block, self._tile) for item in work]
         try:
             for i, (group, layers) in enumerate(self._groups.items()):
-                shape = (group.heads, self._reaches[i], self._key_block, self._tile)
-                parts = [_Rows(item, each.groups[i], *shape) for item, each in zip(work, sequences, strict=True)]
+                shape = (group.heads, self._reaches[i], self._key_block, False)
+                laid_out = zip(work, sequences, layouts, strict=True)
+                parts = [_Rows(item, each.groups[i], *shape, layout) for item, each, layout in laid_out]
                 for layer in layers:
                     layer.parts = parts
             with self.hidden(hidden_layers) as hidden:
@@ -753,7 +840,7 @@ class _Packed(_Runner):
             group.reserve(prefix + 20)
             group.memory[:, :, :, :prefix].normal_(generator=torch.Generator().manual_seed(0))
         sequence.length = prefix
-        return rows_are_invariant(target, sequence)
+        return rows_are_invariant(target, sequence, min(target.vocab_size, target._embeddings))
 
 
 class _OneByOne(_Runner):

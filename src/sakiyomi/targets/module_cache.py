@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from sakiyomi.targets.attention import chains
 from sakiyomi.targets.cache import BLOCK
 
 
@@ -198,30 +199,23 @@ def _run_tree(
     call: Callable[[Sequence[int]], torch.Tensor],
 ) -> torch.Tensor:
     start, rows = cache.length, len(tokens)
-    held: list[int] = []  # the rows whose keys and values lie after what the sequence held, in order
+    held: Sequence[int] = []  # the rows whose keys and values lie after what the sequence held, in order
     saved: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by row: its keys and values
     results: dict[int, torch.Tensor] = {}
-    inner = set(parents)
 
     def place(wanted: Sequence[int]) -> None:
         for i, row in enumerate(wanted):
             if i >= len(held) or held[i] != row:
                 cache.write(start + i, saved[row])
-        held[: len(wanted)] = wanted
 
-    for leaf in (row for row in range(rows) if row not in inner):
-        path = [leaf]
-        while parents[path[-1]] >= 0:
-            path.append(parents[path[-1]])
-        path.reverse()
-        known = next(i for i, row in enumerate(path) if row not in saved)
+    for known, path in chains(parents):
         place(path[:known])
         cache.length = start + known
         computed = call([tokens[row] for row in path[known:]])
         for i, row in enumerate(path[known:]):
             saved[row] = cache.read([start + known + i])
             results[row] = computed[i]
-        held[:] = path
+        held = path
     place(range(rows))
     cache.length = start + rows
     return torch.stack([results[row] for row in range(rows)])

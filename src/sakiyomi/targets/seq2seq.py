@@ -23,11 +23,11 @@ from transformers.utils.generic import ModelOutput
 from sakiyomi.errors import OptionError, UnsupportedModelError
 from sakiyomi.interfaces import Exactness, TargetOutput, Work
 from sakiyomi.targets.decoder import check_capacity, rows_are_invariant
+from sakiyomi.targets.huggingface import weight_format
+from sakiyomi.targets.linear import MAX_ROWS
 from sakiyomi.targets.module_cache import ModuleCache, run_rows
 
-MAX_ROWS = 128
 CONTEXT_LENGTH = 4096  # tokens, for models with relative positions, which set no limit
-_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _TESTED_INPUT = 600  # positions of the encoder in the self-test: more than one block of keys of attention's kernels
 _TESTED_PREFIXES = (0, 24, 120)
 _SAME = 0.2  # how far logits of the same rows may be apart, in standard deviations of logits: rounding is far below
@@ -65,7 +65,7 @@ class Seq2SeqTarget:
         self.max_rows = MAX_ROWS
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
-        self.weight_format = _FORMATS.get(model.dtype, str(model.dtype))
+        self.weight_format = weight_format(model)
         self._threads = torch.get_num_threads()
         self._exact = self._test()
 
