@@ -158,7 +158,7 @@ def test_options_of_a_call_override_those_of_the_object(llm):
     ("call", "error", "message"),
     [
         (lambda llm: llm.stream(""), PromptError, "prompt: is empty"),
-        (lambda llm: llm.stream([]), PromptError, "messages: the list is empty"),
+        (lambda llm: llm.stream([]), PromptError, "prompt: is empty; give at least one token or message"),
         (
             lambda llm: llm.stream("x", drafter="ngrm"),
             OptionError,
