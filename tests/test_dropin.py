@@ -773,7 +773,15 @@ def test_a_row_far_behind_gets_its_own_random_numbers(monkeypatch):
 @pytest.mark.model
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_default_model_in_fp32(target):
-    """Real weights: greedy and sampled tokens of the module's own kernels, and of ours."""
+    """Real weights, and threads as users have them: tokens of the module's own kernels, and of ours."""
+    torch.set_num_threads(2)
+    try:
+        _compare_in_fp32(target)
+    finally:
+        torch.set_num_threads(1)
+
+
+def _compare_in_fp32(target):
     folder = resolve("smollm2-135m", progress=False)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -7,6 +7,7 @@ and in its order, and drawn with the random numbers that ``torch.multinomial`` w
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -115,7 +116,7 @@ class Call:
             raise NotHere("scores and logits of several sequences, which end apart")
         for each in (*self.processors, *self.criteria):
             kind = type(each)
-            if kind.__name__ in _OF_BATCHES or not kind.__module__.startswith("transformers.generation."):
+            if kind.__name__ in _OF_BATCHES or not _is_theirs(each):
                 raise NotHere(f"{kind.__name__} may look at a batch as a whole")
         alike = {"MaxLengthCriteria", "EosTokenCriteria"}
         if not any(hasattr(each, "eos_token_id") for each in self.criteria) and any(
@@ -224,6 +225,7 @@ class GeneratedRow:
         self.logits: list[torch.Tensor] = []
         self._call, self._noise = call, noise
         self._processors = [_of_row(each, index, call.rows) for each in call.processors]
+        self._alone = call.input_ids.device.type == "cpu" and all(map(_is_theirs, call.processors))
         self._step = 0
         self._length = call.input_ids.shape[1]
         self._ids = call.input_ids[index : index + 1].long().clone()
@@ -240,6 +242,18 @@ class GeneratedRow:
 
     def choose(self, logits: Row) -> int:
         """Return the token that transformers would choose, for float32 [vocab_size] logits."""
+        if not self._alone:
+            return self._choose(logits)
+        # A row is too little work to share: where other work keeps the cores busy, threads that wait for each other
+        # take ten times as long (docs/experiments.md).
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return self._choose(logits)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _choose(self, logits: Row) -> int:
         raw = torch.from_numpy(logits)[None].to(self._ids.device, copy=True)
         if self._call.records and self._call.config.output_logits:
             self.logits.append(raw)  # the very tensor that processors may write to, as transformers does
@@ -249,10 +263,11 @@ class GeneratedRow:
         if self._noise is None:
             return int(scores.argmax(dim=-1))
         probabilities = torch.softmax(scores, dim=-1)[0]
-        if not bool(torch.isfinite(probabilities).all()):
-            raise RuntimeError("no token can be drawn: processors leave none possible, or the logits are broken")
         noise = self._noise.take(self.index, self._step, probabilities.shape[0])
-        return int(probabilities.div(noise).argmax())
+        token = int(probabilities.div(noise).argmax())
+        if not 0 < float(probabilities[token]) < math.inf:  # NaN is the largest
+            raise RuntimeError("no token can be drawn: processors leave none possible, or the logits are broken")
+        return token
 
     def take(self, token: int) -> None:
         """Do nothing: :meth:`push` takes the token."""
@@ -274,6 +289,11 @@ class GeneratedRow:
     def finish(self) -> str:
         """Return no text."""
         return ""
+
+
+def _is_theirs(each: Any) -> bool:
+    """Return whether a processor or criterion is transformers' own."""
+    return type(each).__module__.startswith("transformers.generation.")
 
 
 def _of_row(processor: Any, row: int, rows: int) -> Any:
