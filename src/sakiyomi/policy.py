@@ -279,7 +279,7 @@ class AdaptiveSession:
             member.stake_s = min(stake_s, member.ledger.left(prices.token_s))
             if not member.source.alive or member.stake_s <= 0:
                 continue
-            affordable = max(_CHEAP, member.experience.worth)  # in a large batch no time is short
+            affordable = max(_CHEAP, member.experience.worth / _ASKED)  # in a large batch no time is short
             asking = prices.rate * (member.experience.call_s or 0.0)
             if member.source.sampled or member.source.costs or asking > affordable:
                 costly.append(member)
@@ -353,6 +353,7 @@ _LEAST = 0.02  # a draft worth fewer tokens isn't checked: estimates are no bett
 _CHEAP = 0.02  # a drafter whose proposals take less than the time of so many tokens is asked in every round
 _RECENT = 0.95
 _FIRST_WORTH, _RECENT_WORTH = 0.5, 0.03
+_ASKED = 3.0  # times a proposal's own time is what asking takes, with all that is learned from it and checked for it
 _PROBING = 0.01  # of the time goes to tests of drafters that don't seem to pay
 _LONGEST_WAIT = 2  # failures after which tests don't become rarer, each making them half as frequent
 _ROUNDS_TO_PLAIN = 24
