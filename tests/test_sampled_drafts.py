@@ -101,7 +101,7 @@ class NoCosts:
 
     branch_s = 0.0
 
-    def seconds(self, rows: int, context: int) -> float:
+    def seconds(self, rows: int, context: int, sequences: int = 1) -> float:
         return 1.0
 
     def further(self, rows: int, context: int, most: int) -> list[float]:
@@ -116,7 +116,7 @@ def adaptive(monkeypatch) -> Callable[[], AdaptivePolicy]:
     """Makes adaptive policies that decide alike in every run: they see a clock of their own."""
     ticks = iter(range(10**9))
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-4)
-    for module in ("drafting", "engine"):
+    for module in ("drafting", "engine", "policy"):
         monkeypatch.setattr(f"sakiyomi.{module}.time", clock)
     return lambda: AdaptivePolicy(NoCosts())
 
