@@ -224,7 +224,7 @@ class GeneratedRow:
         self.scores: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
         self._call, self._noise = call, noise
-        self._processors = [_of_row(each, index, call.rows) for each in call.processors]
+        self._processors: Any = type(call.processors)(_of_row(each, index, call.rows) for each in call.processors)
         self._alone = call.input_ids.device.type == "cpu" and all(map(_is_theirs, call.processors))
         self._step = 0
         self._length = call.input_ids.shape[1]
@@ -257,7 +257,7 @@ class GeneratedRow:
         raw = torch.from_numpy(logits)[None].to(self._ids.device, copy=True)
         if self._call.records and self._call.config.output_logits:
             self.logits.append(raw)  # the very tensor that processors may write to, as transformers does
-        scores: torch.Tensor = type(self._call.processors)(self._processors)(self.ids, raw)
+        scores: torch.Tensor = self._processors(self.ids, raw)
         if self._call.records and self._call.config.output_scores:
             self.scores.append(scores)
         if self._noise is None:

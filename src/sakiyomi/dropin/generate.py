@@ -166,14 +166,14 @@ class Generate:
         """Take what says how to read ahead out of the arguments: given itself, in a config, or in the model's own."""
         speculation = {name: given.pop(name) for name in _SPECULATION if name in given}
         config, default = given.get("generation_config"), self._model.generation_config
-        assistant = speculation.get("assistant_model")
-        configs = [config, default]
-        for each in (config, getattr(assistant, "generation_config", None), default):
-            if each is not None and each.num_assistant_tokens is not None:
-                speculation.setdefault("num_assistant_tokens", each.num_assistant_tokens)
-        for each in configs:
-            if each is not None and each.prompt_lookup_num_tokens is not None:
-                speculation.setdefault("prompt_lookup_num_tokens", each.prompt_lookup_num_tokens)
+        assistants = getattr(speculation.get("assistant_model"), "generation_config", None)
+        for name, configs in (
+            ("num_assistant_tokens", (config, assistants, default)),
+            ("prompt_lookup_num_tokens", (config, default)),
+        ):
+            values = [getattr(each, name) for each in configs if each is not None]
+            if found := [value for value in values if value is not None]:
+                speculation.setdefault(name, found[0])
         if config is not None and config.prompt_lookup_num_tokens is not None:
             given["generation_config"] = copy.copy(config)
             given["generation_config"].prompt_lookup_num_tokens = None
