@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
 from sakiyomi.errors import DrafterError, PolicyError
-from sakiyomi.interfaces import Costs, Draft, Drafter, DraftSession, GoOn, always
+from sakiyomi.interfaces import Costs, Draft, Drafter, DraftSession, FeatureSession, GoOn, always
 from sakiyomi.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Source:
     """A drafter's session, guarded. A drafter that fails is left out of the rest of the sequence.
 
-    ``sampled``: whether its drafts are samples, which once drawn must be checked, and whole. ``seconds``: what the last
-    proposal took. ``error``: what the drafter failed of, None while it works.
+    ``sampled``: whether its drafts are samples, which once drawn must be checked, and whole. ``hidden_layers``: whose
+    states it reads. ``seconds``: what the last proposal took. ``error``: what the drafter failed of, None while it
+    works.
     """
 
     def __init__(
@@ -23,6 +28,7 @@ class Source:
         self.name = drafter.name
         self.costs: Costs | None = drafter.costs
         self.sampled = sampled and drafter.samples
+        self.hidden_layers: tuple[int, ...] = tuple(getattr(drafter, "hidden_layers", ()))
         self.seconds = 0.0
         self.error: str | None = None
         self._vocab_size = vocab_size
@@ -82,6 +88,15 @@ class Source:
         """Return the sample that was drawn since this was last called, None where there was none."""
         drawn, self._drawn = self._drawn, None
         return drawn
+
+    def read(self, hidden: Mapping[int, torch.Tensor]) -> None:
+        """Give the drafter the target's states of the tokens computed since, by layer, if it reads any."""
+        if self._session is None or not self.hidden_layers:
+            return
+        try:
+            cast("FeatureSession", self._session).read([hidden[layer] for layer in self.hidden_layers])
+        except Exception as error:
+            self._fail(error)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Tell the drafter what the sequence gained."""

@@ -131,6 +131,17 @@ class Request:
         """Number of output tokens so far."""
         return len(self.ids) - self.prompt_length
 
+    @property
+    def hidden_layers(self) -> frozenset[int]:
+        """The layers whose states its drafters read."""
+        return frozenset(layer for source in self.sources if source.alive for layer in source.hidden_layers)
+
+    def read(self, layers: Sequence[int], hidden: Sequence[torch.Tensor], rows: Sequence[int] | None = None) -> None:
+        """Give the drafters the states of tokens that the target computed for good: of these rows, None for all."""
+        for source in self.sources:
+            if source.alive and source.hidden_layers:
+                source.read({layer: _of_rows(hidden[layers.index(layer)], rows) for layer in source.hidden_layers})
+
     def draft(self, rows: int, sequences: int) -> Draft:
         """Return what to check, no longer than what could still become output besides the target token.
 
@@ -287,7 +298,8 @@ class Engine:
             rows += len(drafts[-1])
         work = [_work(request, draft) for request, draft in zip(requests, drafts, strict=True)]
         called = time.perf_counter()
-        outputs = self.target.forward(work)
+        layers = _layers(requests)
+        outputs = self.target.forward(work, hidden_layers=layers)
         computed = time.perf_counter()
         forward_s = computed - called
         committed: list[_Committed] = []
@@ -303,12 +315,16 @@ class Engine:
         for i, (request, draft, done) in enumerate(zip(requests, drafts, committed, strict=True)):
             if request.policy is None or i in failures:
                 continue
+            tokens = tuple(token.id for token in done.tokens)
+            if layers and request.finish_reason is None:
+                missing = len(work[i].tokens) - len(draft)
+                request.read(layers, outputs[i].hidden, [*range(missing), *(missing + j for j in done.accepted)])
             for source in request.sources:
-                source.observe([token.id for token in done.tokens])
+                source.observe(tokens)
             checked = Checked(
                 draft=draft,
                 accepted=done.accepted,
-                emitted=len(done.tokens),
+                tokens=tokens,
                 rows=len(work[i].tokens),
                 context=contexts[i],
                 seconds=forward_s if len(requests) == 1 else None,
@@ -345,16 +361,20 @@ class Engine:
         """Compute all but the last rows of long prompts, in calls of bounded size; return the target's seconds."""
         seconds = 0.0
         while True:
-            work = []
+            work, of = [], []
             for request in requests:
                 missing = request.ids[request.sequence.length :]
                 if len(missing) > self.target.max_rows:
                     work.append(Work(request.sequence, missing[: self.target.max_rows], None, 0))
+                    of.append(request)
             if not work:
                 return seconds
+            layers = _layers(of)
             called = time.perf_counter()
-            self.target.forward(work)
+            outputs = self.target.forward(work, hidden_layers=layers)
             seconds += time.perf_counter() - called
+            for request, output in zip(of, outputs, strict=True):
+                request.read(layers, output.hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +388,21 @@ class _Committed:
 def _warn(chunk: Chunk) -> None:
     for error in chunk.record.errors:
         warnings.warn(f"a drafter failed, the answer goes on without it: {error}", RuntimeWarning, stacklevel=3)
+
+
+def _layers(requests: Sequence[Request]) -> list[int]:
+    """Return the layers whose states these requests' drafters read."""
+    return sorted({layer for request in requests if request.sources for layer in request.hidden_layers})
+
+
+def _of_rows(hidden: torch.Tensor, rows: Sequence[int] | None) -> torch.Tensor:
+    """Return these rows of [rows, hidden_size], ascending; a view where they are the first."""
+    if rows is None:
+        return hidden
+    count = len(rows)
+    if not count or rows[-1] == count - 1:
+        return hidden[:count]
+    return hidden[torch.tensor(rows, device=hidden.device)]
 
 
 def _work(request: Request, draft: Draft) -> Work:

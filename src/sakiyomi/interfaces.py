@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Exactness = Literal["bit-exact", "numerics"]
 Verification = Literal["coupled", "rejection", "block"]
+HEAD_INPUT = -1  # the layer whose states are what the head makes logits of: the last one's, normalised
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,8 @@ class TargetOutput:
     """What a target forward gives for one :class:`Work`.
 
     ``logits``: [logit_rows, vocab_size], float32 or the target's dtype. ``hidden``: one [rows, hidden_size] tensor per
-    requested layer, where layer 0 is the embedding and layer i the residual stream after i decoder layers. All are
-    inference tensors: clone them before you train on them.
+    requested layer, where layer 0 is the embedding, layer i the residual stream after i decoder layers, and layer
+    HEAD_INPUT what the head makes logits of. All are inference tensors: clone them before you train on them.
     """
 
     logits: torch.Tensor
@@ -167,6 +168,31 @@ class Drafter(Protocol):
         ``sampled``: how a draft token that is drawn at random must be drawn. False: with the target's own noise for its
         position, so that it is likely to be the target's choice. True, only where one of the sequence's drafters
         samples: with noise of the drafter's own, and by one that samples with its distribution.
+        """
+
+
+class FeatureDrafter(Drafter, Protocol):
+    """A drafter that reads the target's hidden states."""
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """The layers whose states its sessions are given; see :class:`TargetOutput`."""
+
+    def session(self, prompt: Sequence[int], params: SamplingParams, sampled: bool) -> FeatureSession:
+        """Begin a sequence; see :class:`Drafter`."""
+
+
+class FeatureSession(DraftSession, Protocol):
+    """The state of a drafter that reads hidden states, for one sequence.
+
+    When a draft is wanted, it has been given the states of every token of the sequence but the last, which the target
+    hasn't computed yet; before the first round, of none.
+    """
+
+    def read(self, hidden: Sequence[torch.Tensor]) -> None:
+        """Take the states of the tokens that follow those it has states of: [tokens, hidden_size] for each layer.
+
+        They are the target's: of its dtype, on its device, and inference tensors.
         """
 
 

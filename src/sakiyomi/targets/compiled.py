@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 
 from sakiyomi import core
 from sakiyomi.core.library import Format
 from sakiyomi.errors import UnsupportedModelError
-from sakiyomi.interfaces import Exactness, TargetOutput, Work
+from sakiyomi.interfaces import HEAD_INPUT, Exactness, TargetOutput, Work
 from sakiyomi.targets.decoder import DecoderConfig, LayerNames, Reader, Stack, check_capacity, rows_are_invariant
 
 MAX_ROWS = 128
@@ -81,6 +82,7 @@ class CompiledTarget:
             if table is not None and table.dtype is torch.float16:
                 table = table.to(dtype)
             frequencies, factor = read.frequencies(config)
+            self._norm = read.norm("model.norm.weight", config.hidden_size)
             self._decoder = core.Decoder(
                 [layer(i) for i in range(config.layers)],
                 heads=config.heads,
@@ -90,7 +92,7 @@ class CompiledTarget:
                 frequencies=frequencies,
                 rope_factor=factor,
                 cache=plain,
-                norm=read.norm("model.norm.weight", config.hidden_size),
+                norm=self._norm,
                 head=packed,
                 embedding=table,
                 kernels=kernels,
@@ -125,8 +127,12 @@ class CompiledTarget:
         Raises CapacityError where a sequence would outgrow the context; MemoryError.
         """
         check_capacity(work, self.context_length)
-        logits, hidden = self._decoder.forward(work, hidden_layers=hidden_layers)
+        layers = [self.config.layers if layer == HEAD_INPUT else layer for layer in hidden_layers]
+        logits, hidden = self._decoder.forward(work, hidden_layers=layers)
         assert logits is not None
+        for i, layer in enumerate(hidden_layers):
+            if layer == HEAD_INPUT:
+                hidden[i] = F.rms_norm(hidden[i], self._norm.shape, self._norm, self.config.norm_eps)
         if len(work) == 1:
             return [TargetOutput(logits, tuple(hidden))]
         row_ends = list(accumulate(len(item.tokens) for item in work))

@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sakiyomi.errors import CorruptModelError, OptionError, UnsupportedModelError
-from sakiyomi.interfaces import Exactness, TargetOutput, TargetSequence, Work
+from sakiyomi.interfaces import HEAD_INPUT, Exactness, TargetOutput, TargetSequence, Work
 from sakiyomi.targets.attention import (
     KEY_BLOCKS,
     TILE,
@@ -696,7 +696,7 @@ class _Runner:
         if not wanted:
             yield found
             return
-        if not all(0 <= layer <= len(self.layers) for layer in wanted):
+        if not all(0 <= layer <= len(self.layers) or layer == HEAD_INPUT for layer in wanted):
             raise OptionError(f"hidden_layers={tuple(wanted)}: must be in 0..{len(self.layers)} for this model")
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -705,12 +705,15 @@ class _Runner:
         def after(layer: int, module: nn.Module, args: Any, output: Any) -> None:
             found[layer] = (output if isinstance(output, torch.Tensor) else output[0])[0]
 
-        hooks = [
-            self.layers[layer - 1].register_forward_hook(partial(after, layer))
-            if layer
-            else self.layers[0].register_forward_pre_hook(before, with_kwargs=True)
-            for layer in set(wanted)
-        ]
+        def hook(layer: int) -> Any:
+            if layer == 0:
+                return self.layers[0].register_forward_pre_hook(before, with_kwargs=True)
+            module = self.clone.base_model if layer == HEAD_INPUT else self.layers[layer - 1]
+            if module is self.clone:
+                raise OptionError("hidden_layers: this model doesn't tell its head from what comes before it")
+            return module.register_forward_hook(partial(after, layer))
+
+        hooks = [hook(layer) for layer in set(wanted)]
         try:
             yield found
         finally:

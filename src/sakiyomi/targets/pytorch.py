@@ -20,7 +20,7 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
-from sakiyomi.interfaces import Exactness, TargetOutput, Work
+from sakiyomi.interfaces import HEAD_INPUT, Exactness, TargetOutput, Work
 from sakiyomi.rope import RopeTable
 from sakiyomi.targets.attention import KEY_BLOCKS, Part, Reach, invariant_key_block, kernel, positions
 from sakiyomi.targets.cache import BLOCK, KeyValues
@@ -128,6 +128,8 @@ class TorchTarget:
             x = layer.down(_silu(gate).mul_(up)).add_(x)
             if i + 1 in hidden_layers:
                 hidden[i + 1] = x
+        if HEAD_INPUT in hidden_layers:
+            hidden[HEAD_INPUT] = self._rms_norm(x, self._norm)
         outputs = self._outputs(parts, x, [hidden[i] for i in hidden_layers])
         for part in parts:  # last: whatever fails before leaves every sequence as it was
             part.memory.length += part.rows
