@@ -62,6 +62,7 @@ def loads(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
         draft_model,
         verification="coupled",
         device=None,
+        trained=(),
     ):
         own = {"draft_model": itself(llm)} if draft_model else {}
         settings = {"drafter": drafter, "num_speculative_tokens": k, "verification": verification}
@@ -897,7 +898,9 @@ def both_weights(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     changed = make_reference("llama", num_hidden_layers=1)
     changed.lm_head.weight.data.mul_(0.9)
 
-    def load(model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model, device=None):
+    def load(
+        model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model, device=None, trained=None
+    ):
         assert not any(target() for target in targets), "the one before takes no memory any more"
         asked.append((weights, kernels))
         target = make_target(changed if weights == "int8" else reference, kernels="torch")
@@ -987,7 +990,9 @@ def several_weights(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str
     targets["int8"].weight_format = "int8"
     asked = []
 
-    def load(model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model, device=None):
+    def load(
+        model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model, device=None, trained=None
+    ):
         assert draft_model is None, "a draft model is loaded once, whatever it drafts for"
         asked.append((model, dtype, weights, context_length))
         tokenizer = byte_tokenizer(eos=None if "other" in model else "<eos>")
@@ -1113,7 +1118,9 @@ def three_models(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     reference = make_reference("llama", num_hidden_layers=1)
     done: list[str] = []
 
-    def load(model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model, device=None):
+    def load(
+        model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model, device=None, trained=None
+    ):
         own = "auto" if model == "big" or not done else None  # of a draft model, whatever suits
         assert (weights, kernels, threads, drafter, k, draft_model) == (own, "torch", 1, "none", 0, None)
         done.append(f"load {model}")

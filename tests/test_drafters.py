@@ -30,28 +30,30 @@ def test_names_stand_for_drafters():
     assert parse("none") == ()
     assert parse("ngram") == ("ngram",)
     assert parse("suffix+ngram") == ("suffix", "ngram")
-    assert parse("model", draft_model=True) == ("model",)
-    assert parse("model+suffix", draft_model=True) == ("model", "suffix")
+    assert parse("model", ["model"]) == ("model",)
+    assert parse("model+suffix", ["model"]) == ("model", "suffix")
 
 
 def test_auto_is_what_there_is(monkeypatch):
     monkeypatch.setattr(drafters.core, "available", lambda: ("plain",))
     assert parse("auto") == ("suffix",)
-    assert parse("auto", draft_model=True) == ("suffix", "model")
+    assert parse("auto", ["model"]) == ("suffix", "model")
+    assert parse("auto", ["model", "eagle3", "table"]) == ("suffix", "table", "eagle3", "model")
     monkeypatch.setattr(drafters.core, "available", lambda: ())
     assert parse("auto") == ("ngram",)
-    assert parse("auto", draft_model=True) == ("ngram", "model")
+    assert parse("auto", ["model"]) == ("ngram", "model")
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ngramm", r"drafter='ngramm': must be one of auto, suffix, ngram, model, none, or several joined with \+"),
+        ("ngramm", r"drafter='ngramm': must be one of auto, suffix, ngram, table, .*, model, none, or several joined with \+"),
         ("", "drafter='': must be one of"),
         ("ngram+", r"drafter='ngram\+': must be one of"),
         ("ngram+none", r"drafter='ngram\+none': must be one of"),
         ("ngram+ngram", r"drafter='ngram\+ngram': names a drafter twice"),
         ("model", "drafter='model': needs a draft model; name one with draft_model"),
+        ("suffix+table", "needs a table drafter trained for this model; name its folder with trained"),
     ],
 )
 def test_wrong_names(name, message):

@@ -486,7 +486,9 @@ def test_broken_logits_end_their_request(llama, monkeypatch):
     request = engine.request(PROMPT, GREEDY)
     forward = llama.forward
     with monkeypatch.context() as patch:
-        patch.setattr(llama, "forward", lambda work: [TargetOutput(out.logits * torch.nan) for out in forward(work)])
+        patch.setattr(
+            llama, "forward", lambda work, **_: [TargetOutput(out.logits * torch.nan) for out in forward(work)]
+        )
         (error,) = engine.round([request])
     assert isinstance(error, OptionError)
     assert "the model's own logits are broken" in str(error)

@@ -165,7 +165,7 @@ def simulate(
         emitted = len(accepted) + 1
         for source in sources:
             source.observe([0] * emitted)
-        session.observe(Checked(draft, tuple(accepted), emitted, rows + len(draft), context, seconds))
+        session.observe(Checked(draft, tuple(accepted), (0,) * emitted, rows + len(draft), context, seconds))
         if written:
             drafts.append(draft)
         else:
@@ -350,7 +350,9 @@ def together(clock: Clock, table: CostTable, sequences: int, drafter: Simulated,
         for source, session, draft in zip(sources, made, drafts, strict=True):
             right_ones = next((i for i, token in enumerate(draft.tokens) if token), len(draft))
             source.observe([0] * (right_ones + 1))
-            session.observe(Checked(draft, tuple(range(right_ones)), right_ones + 1, 1 + len(draft), context, None))
+            session.observe(
+                Checked(draft, tuple(range(right_ones)), (0,) * (right_ones + 1), 1 + len(draft), context, None)
+            )
             written += right_ones + 1
     return written / seconds / (sequences * rounds / plain_s)
 
@@ -390,7 +392,7 @@ def test_the_drafter_that_pays_most_is_heard(clock):
     half = len(found.drafts) // 2
     first, second = found.drafts[50 : half - 20], found.drafts[half + 60 :]
     assert sum(draft.drafter == "one" for draft in first) > 0.8 * len(first)
-    assert sum(draft.drafter == "other" for draft in second) > 0.8 * len(second)
+    assert sum("other" in draft.drafter.split("+") for draft in second) > 0.8 * len(second)
 
 
 def test_a_free_draft_is_taken_before_a_model_is_asked(clock):
@@ -399,15 +401,15 @@ def test_a_free_draft_is_taken_before_a_model_is_asked(clock):
     free = Simulated(clock, lambda length: 0.97 if length < 1000 else 0.05, name="free", confidence=0.9)
     model = Simulated(clock, lambda length: 0.8, name="model", token_s=0.2, costs=costs, source=random.Random(2))
     found = simulate(policy, [model, free], clock, CHEAP_ROWS, tokens=900)
-    assert sum(draft.drafter == "model" for draft in found.drafts[40:]) < 0.2 * len(found.drafts)
+    assert sum("model" in draft.drafter.split("+") for draft in found.drafts[40:]) < 0.2 * len(found.drafts)
     found = simulate(policy, [model, free], clock, CHEAP_ROWS, tokens=900, prompt=1000)
-    assert sum(draft.drafter == "model" for draft in found.drafts[40:]) > 0.8 * len(found.drafts[40:])
+    assert sum("model" in draft.drafter.split("+") for draft in found.drafts[40:]) > 0.8 * len(found.drafts[40:])
 
 
 def test_a_second_branch_is_checked_where_it_pays(clock):
-    for table, pays in ((CHEAP_ROWS, True), (DEAR_ROWS, False)):
+    for table, alternative, pays in ((CHEAP_ROWS, 0.6, True), (DEAR_ROWS, 0.6, True), (DEAR_ROWS, 0.1, False)):
         policy = adaptive(table)
-        drafter = Simulated(clock, lambda length: 0.5, confidence=0.6, alternative=0.6)
+        drafter = Simulated(clock, lambda length: 0.5, confidence=0.6, alternative=alternative)
         simulate(policy, [drafter], clock, table, tokens=500)
         found = simulate(policy, [drafter], clock, table, tokens=3000)
         branching = sum(draft.parents is not None for draft in found.drafts)
@@ -464,7 +466,7 @@ def test_the_ledgers_bound_what_is_lost_by_a_policy_that_learns_nothing(clock, m
             elapsed += costs.seconds(sequences, 0)
             lost += costs.seconds(rows, 0) - costs.seconds(sequences, 0)
             for session, draft in zip(made, drafts, strict=True):
-                session.observe(Checked(draft, (), 1, 1 + len(draft), 100, None))
+                session.observe(Checked(draft, (), (0,), 1 + len(draft), 100, None))
         if answer == 0:
             assert lost > 2 * sequences * token_s, "nothing was put to the test"
     # Of each sequence at most 2 tokens and 2 %, of all 8 tokens and 1 %, and what the last draft of each took.
@@ -479,7 +481,7 @@ def test_what_a_stop_cut_off_is_no_failure(clock):
         session = policy.session([Source(drafter, [0] * 10, PARAMS, 100)])
         draft = session.draft(20, 9, 1, 1)
         cut += len(draft) > 1
-        session.observe(Checked(draft, (0,), 1, 1 + len(draft), 9, 1.0))  # the first token ended the answer
+        session.observe(Checked(draft, (0,), (0,), 1 + len(draft), 9, 1.0))  # the first token ended the answer
     assert cut > 5
     assert policy._experiences["simulated"].acceptance.rate(0.93, 2) > 0.8
 
@@ -505,7 +507,7 @@ def test_a_model_may_take_more_tokens_than_it_proposes(clock):
     session = adaptive(CHEAP_ROWS).session([source])
     for _ in range(30):
         draft = session.draft(200, 50, 1, 1)
-        session.observe(Checked(draft, tuple(range(len(draft))), len(draft) + 1, 1 + len(draft), 50, 1.0))
+        session.observe(Checked(draft, tuple(range(len(draft))), (0,) * (len(draft) + 1), 1 + len(draft), 50, 1.0))
     assert source.error is None
     assert len(draft) == 3
 
@@ -516,7 +518,7 @@ def test_the_model_reads_no_prompt_before_the_first_token(clock):
     policy = adaptive(CHEAP_ROWS)
     session = policy.session([Source(drafter, [0] * 100, PARAMS, 100)])
     assert session.draft(50, 0, 100, 1) == Draft()
-    session.observe(Checked(Draft(), (), 1, 100, 0, 1.0))
+    session.observe(Checked(Draft(), (), (0,), 100, 0, 1.0))
     assert session.draft(49, 100, 1, 1)
 
 
@@ -597,5 +599,5 @@ def test_a_probe_that_samples_is_the_rounds_draft(clock):
         drawn = [each for source in sources if (each := source.take_drawn())]
         assert drawn == ([draft] if draft else [])
         probes += bool(draft)
-        session.observe(Checked(draft, (), 1, 1 + len(draft), 10, 1.0))
+        session.observe(Checked(draft, (), (0,), 1 + len(draft), 10, 1.0))
     assert probes > 20

@@ -266,12 +266,11 @@ class Spoiling(Whole):
 
 
 SPOILS = {
-    "dropped": (lambda drafts: Draft(), PolicyError),
-    "swapped": (lambda drafts: drafts[1], PolicyError),
-    "changed": (lambda drafts: replace(drafts[0], tokens=drafts[0].tokens[::-1]), PolicyError),
-    "cut": (lambda drafts: drafting._part(drafts[0], [0]), PolicyError),
-    "claims dropped": (lambda drafts: replace(drafts[0], distributions=None), PolicyError),
-    "pruned": (lambda drafts: drafting.chosen(drafts[0], [0, 1]), ValueError),
+    "dropped": lambda drafts: Draft(),
+    "swapped": lambda drafts: drafts[1],
+    "changed": lambda drafts: replace(drafts[0], tokens=drafts[0].tokens[::-1]),
+    "cut": lambda drafts: drafting._part(drafts[0], [0]),
+    "claims dropped": lambda drafts: replace(drafts[0], distributions=None),
 }
 
 
@@ -281,30 +280,24 @@ def test_a_policy_that_leaves_out_samples_ends_its_request_only(engine, llama, v
     """Protects the enforcement: no policy can spoil the distribution, and others in the round don't notice."""
     params = replace(FEW, max_new_tokens=20)
     alone = ids(run(engine, params, [near(llama)], FixedPolicy(2), verification))
-    function, error = SPOILS[spoil]
+    function = SPOILS[spoil]
     bad = engine.request(PROMPT, params, [Sampler(uniform_sample), oracle([1, 2, 3])], Spoiling(function), verification)
     good = engine.request(PROMPT, params, [near(llama)], FixedPolicy(2), verification)
     failure, first = engine.round([bad, good])
-    assert type(failure) is error
+    assert type(failure) is PolicyError
     assert "sampler" in str(failure)
     assert (bad.finish_reason, bad.generated) == ("error", 0)
     assert isinstance(first, Chunk)
     assert ids([first, *engine.run(good)]) == alone
-    if error is PolicyError:  # where nothing is drawn at random, policies may do as they like
-        plain = ids(run(engine, params, [], None, "coupled"))
-        assert (
-            ids(run(engine, params, [Sampler(uniform_sample), oracle([1, 2, 3])], Spoiling(function), "coupled"))
-            == plain
-        )
+    plain = ids(run(engine, params, [], None, "coupled"))  # where nothing is drawn, policies may do as they like
+    drafters = [Sampler(uniform_sample), oracle([1, 2, 3])]
+    assert ids(run(engine, params, drafters, Spoiling(function), "coupled")) == plain
 
 
-def test_only_whole_samples_or_their_first_paths():
-    """Protects ``chosen`` and ``first_path``: what is cut from a sample is cut without a look at it."""
+def test_the_first_path_of_a_sample_is_one():
+    """Protects ``first_path``: what is cut from a sample is cut without a look at it."""
     law = Distribution(None, np.ones(VOCAB))
     tree = Draft((1, 2, 3, 4), (-1, -1, 0, 2), (1.0,) * 4, "sampler", (law, law.without(1), law, law))
-    with pytest.raises(ValueError, match="sampler: its draft is a sample"):
-        drafting.chosen(tree, [0, 2])
-    assert drafting.chosen(tree, [0, 1, 2, 3]) is tree
     path = drafting.first_path(tree)
     assert (path.tokens, path.parents, path.distributions) == ((1, 3, 4), None, (law, law, law))
 

@@ -33,6 +33,7 @@ app = typer.Typer(
 )
 
 DRAFTERS = ("suffix", "ngram")  # of the registry, which would import torch; a test compares
+_ALL_DRAFTERS = f"{', '.join(DRAFTERS)}, model (--draft-model), table, eagle3, ... (trained for the model)"
 _AUTO = "auto"
 
 Model = Annotated[
@@ -50,6 +51,10 @@ PerCategory = Annotated[int | None, typer.Option(help="At most this many prompts
 DraftModel = Annotated[
     str | None,
     typer.Option(help="A smaller model to draft with, named as --model is; its tokenizer may be another."),
+]
+Trained = Annotated[
+    list[Path] | None,
+    typer.Option(help="The folder of a drafter that was trained for the model. Can be repeated."),
 ]
 Verification = Annotated[
     str,
@@ -127,8 +132,9 @@ def generate(
         typer.Option(
             "--drafter",
             "-d",
-            help=f"{', '.join(DRAFTERS)}, model (--draft-model), several joined with +, or none: plain decoding. "
-            "auto: suffix (without the compiled core: ngram), and model where there is one.",
+            help=f"{_ALL_DRAFTERS}, several joined with +, or none: plain decoding. "
+            "auto: suffix (without the compiled core: ngram), those trained for the model, and model where there is "
+            "one.",
         ),
     ] = _AUTO,
     num_speculative_tokens: Annotated[
@@ -142,6 +148,7 @@ def generate(
     ] = _AUTO,
     verification: Verification = "coupled",
     draft_model: DraftModel = None,
+    trained: Trained = None,
     reference: Annotated[
         Path | None, typer.Option(help="A text file that the drafters suffix and ngram look things up in too.")
     ] = None,
@@ -193,13 +200,15 @@ def generate(
     if not text:  # as a message it would be answered
         raise PromptError("prompt: is empty; give at least one character")
     k = _draft_length(num_speculative_tokens)
-    names = _drafter_names([drafter], draft_model)
+    names = _drafter_names([drafter], model, draft_model, trained)
     if k == 0 and (reference or memory):
         raise OptionError("--num-speculative-tokens 0: plain decoding uses neither --reference nor --memory")
     looked_up = None if reference is None else _read_reference(reference, names, drafter)
     if memory is not None:
         _check_memory(memory, names, drafter)
-    llm = _load(model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model, verification, device)
+    llm = _load(
+        model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model, verification, device, trained
+    )
     setting, suffix = _speculation(llm, names, drafter, k, looked_up, memory)
     given: Prompt = text
     if not raw and llm.tokenizer.chat_template is not None:
@@ -232,12 +241,16 @@ def _draft_length(text: str) -> int | None:
     )
 
 
-def _drafter_names(specs: Sequence[str], draft_model: str | None) -> tuple[str, ...]:
+def _drafter_names(
+    specs: Sequence[str], model: str, draft_model: str | None, trained: Sequence[Path] | None
+) -> tuple[str, ...]:
     """Return the drafters that these options name; what is wrong here should not cost the time of loading."""
     from sakiyomi import drafters
     from sakiyomi.errors import OptionError
+    from sakiyomi.loading import trained_for
 
-    names = [name for spec in specs for name in drafters.parse(spec, draft_model=draft_model is not None)]
+    given = [*trained_for(model, trained or ()), *([drafters.MODEL] if draft_model is not None else [])]
+    names = [name for spec in specs for name in drafters.parse(spec, given)]
     if draft_model is not None and drafters.MODEL not in names:
         raise OptionError(f"--draft-model {draft_model}: --drafter {', '.join(specs)} goes without; add +model to it")
     return tuple(dict.fromkeys(names))
@@ -389,8 +402,7 @@ def bench(
         typer.Option(
             "--drafter",
             "-d",
-            help=f"To measure: auto, {', '.join(DRAFTERS)}, model (--draft-model), or several joined with +. "
-            "Can be repeated. Default: auto.",
+            help=f"To measure: auto, {_ALL_DRAFTERS}, or several joined with +. Can be repeated. Default: auto.",
         ),
     ] = None,
     num_speculative_tokens: Annotated[
@@ -407,6 +419,7 @@ def bench(
         typer.Option(help="coupled, rejection or block, as for generate. Can be repeated. Default: coupled."),
     ] = None,
     draft_model: DraftModel = None,
+    trained: Trained = None,
     draft_weights: Annotated[
         list[str] | None,
         typer.Option(
@@ -470,7 +483,7 @@ def bench(
         raise OptionError(f"--draft-weights {drafting[0].name}: needs a draft model; name one with --draft-model")
 
     def draft_names(spec: str) -> list[str]:
-        uses_model = drafters.MODEL in drafters.parse(spec, draft_model=draft_model is not None)
+        uses_model = drafters.MODEL in spec.split("+") or (spec == _AUTO and draft_model is not None)
         return [each.name for each in drafting] if uses_model and drafting else [""]
 
     candidates = [
@@ -481,7 +494,7 @@ def bench(
         for way in ways
         for draft in draft_names(spec)
     ]
-    _drafter_names(specs, draft_model)
+    _drafter_names(specs, model, draft_model, trained)
     for each in chosen:
         targets.resolve(kernels, each.weights)
         if each.dtype is not None and dtype not in (_AUTO, each.dtype):
@@ -503,6 +516,7 @@ def bench(
             None,
             draft_model,
             device=device,
+            trained=None if small else trained,
         )
 
     # Alone it is loaded with its draft model; of several that draft for several, each is loaded once.
@@ -551,8 +565,7 @@ def verify(
         typer.Option(
             "--drafter",
             "-d",
-            help=f"To audit: auto, {', '.join(DRAFTERS)}, model (--draft-model), or several joined with +. "
-            "Can be repeated. Default: auto.",
+            help=f"To audit: auto, {_ALL_DRAFTERS}, or several joined with +. Can be repeated. Default: auto.",
         ),
     ] = None,
     num_speculative_tokens: Annotated[
@@ -565,6 +578,7 @@ def verify(
         ),
     ] = None,
     draft_model: DraftModel = None,
+    trained: Trained = None,
     max_new_tokens: MaxNewTokens = 64,
     temperature: Annotated[
         float, typer.Option("--temperature", "-t", help="Of the sampled outputs; greedy ones are always compared too.")
@@ -617,9 +631,21 @@ def verify(
     candidates = [Candidate(spec, k) for spec in drafter or [_AUTO] for k in lengths]
     if len(set(candidates)) < len(candidates):
         raise OptionError("--drafter, --num-speculative-tokens: name a setting twice")
-    _drafter_names(drafter or [_AUTO], draft_model)
+    _drafter_names(drafter or [_AUTO], model, draft_model, trained)
     targets.resolve(kernels, weights)
-    llm = _load(model, dtype, weights, kernels, context_length, threads, "none", None, draft_model, device=device)
+    llm = _load(
+        model,
+        dtype,
+        weights,
+        kernels,
+        context_length,
+        threads,
+        "none",
+        None,
+        draft_model,
+        device=device,
+        trained=trained,
+    )
     with _warnings_in_one_line(), _progress() as progress:
         audit = run_audit(llm, prompts, candidates, params, runs=seeds, progress=progress)
     facts = report.model_facts(llm, model, draft_model)
@@ -698,6 +724,7 @@ def _load(
     draft_model: str | None,
     verification: str = "coupled",
     device: str | None = None,
+    trained: Sequence[Path] | None = None,
 ) -> LLM:
     from sakiyomi.errors import OptionError
 
@@ -722,6 +749,7 @@ def _load(
             num_speculative_tokens=num_speculative_tokens,
             verification=verification,  # type: ignore[arg-type]
             draft_model=draft_model,
+            trained=trained or (),
             device=device,
         )
 
@@ -781,7 +809,7 @@ def _load_several(
         tokenizer = next(iter(llms.values()), llm).tokenizer
         _require_tokenizer(tokenizer.fingerprint, llm, each)
         # With the first one's tokenizer, so that a prompt is the same tokens for all, and ends are too.
-        llms[each.name] = LLM(llm.target, tokenizer, drafter="none", costs=llm.costs)
+        llms[each.name] = LLM(llm.target, tokenizer, drafter="none", trained=llm.trained, costs=llm.costs)
     facts: dict[str, WeightsFacts] = {}
     reference = None
     for weights, llm in llms.items():
@@ -810,7 +838,7 @@ def _drafted_by(small: LLM, llm: LLM) -> LLM:
     drafter = pairs.draft_model(
         small.target, small.tokenizer, llm.tokenizer, llm.target.vocab_size, costs=small.costs()
     )
-    return LLM(llm.target, llm.tokenizer, drafter="none", draft_model=drafter, costs=llm.costs)
+    return LLM(llm.target, llm.tokenizer, drafter="none", draft_model=drafter, trained=llm.trained, costs=llm.costs)
 
 
 def _evaluate(llm: LLM, text: str, weights: str) -> Evaluation:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -196,6 +196,23 @@ def measure(target: Target, *, seconds: float = 1.0) -> CostTable:
         branch_s = max(0.0, min(trees) - min(chains))
     bare = (at_near[rows] - near * (per_token + rows * per_row_token) for rows in sizes)
     return CostTable(tuple(sizes), tuple(max(each, 1e-9) for each in bare), per_token, per_row_token, branch_s)
+
+
+def measure_rows(
+    run: Callable[[int], object], rows: Sequence[int] = (1, 2, 4, 8, 16, 64), *, seconds: float = 0.05
+) -> CostTable:
+    """Measure what ``run(rows)`` takes, in about so many seconds: each size twice at least, the fastest counts."""
+    run(rows[0])  # with it comes what only a first call does
+    best = dict.fromkeys(rows, math.inf)
+    end = time.perf_counter() + seconds
+    for turn in range(7):
+        if turn >= 2 and time.perf_counter() > end:
+            break
+        for size in rows:
+            began = time.perf_counter()
+            run(size)
+            best[size] = min(best[size], time.perf_counter() - began)
+    return CostTable(tuple(rows), tuple(max(each, 1e-9) for each in best.values()))
 
 
 def measured(target: Target, folder: Path, facts: Mapping[str, object]) -> CostTable:

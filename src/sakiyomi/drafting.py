@@ -148,16 +148,6 @@ def depth(draft: Draft) -> int:
     return max(depths)
 
 
-def chosen(draft: Draft, indices: Sequence[int]) -> Draft:
-    """Return the part of a draft at these indices, ascending, of which every token's parent is a part too.
-
-    Raises ValueError for a part of a sampled draft: what is left of a sample after a look at it isn't one.
-    """
-    if len(indices) < len(draft) and draft.distributions is not None:
-        raise ValueError(f"{draft.drafter}: its draft is a sample, which is checked whole or not drawn at all")
-    return _part(draft, indices)
-
-
 def first_path(draft: Draft) -> Draft:
     """Return the chain of first children of a draft. Of a sample too: it takes no token for what it is."""
     return _part(draft, _first_path(draft))

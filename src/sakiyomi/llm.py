@@ -8,15 +8,17 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from typing import Any, Literal, cast, overload
 
 from sakiyomi import core, drafters, pairs, targets
 from sakiyomi.costs import ModelCosts, measure
+from sakiyomi.drafters.trained import load_drafter
 from sakiyomi.engine import Chunk, Engine, FinishReason, Request
 from sakiyomi.errors import OptionError, PromptError
 from sakiyomi.interfaces import Drafter, Exactness, Target, Verification
-from sakiyomi.loading import DTYPES, DeviceMap, LoadedModel, check_device
+from sakiyomi.loading import DTYPES, DeviceMap, LoadedModel, check_device, trained_for
 from sakiyomi.policy import AdaptivePolicy, FixedPolicy, Policy
 from sakiyomi.sampling import SamplingParams
 from sakiyomi.stats import Stats
@@ -67,6 +69,7 @@ def load(
     verification: Verification = "coupled",
     draft_model: str | os.PathLike[str] | None = None,
     draft_weights: Literal["auto", "int8"] | None = None,
+    trained: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     context_length: int | None = None,
     device: str | None = None,
     device_map: DeviceMap | None = None,
@@ -78,10 +81,12 @@ def load(
     at some cost in quality (``sakiyomi bench --weights int8`` measures it); None is int8 where the core runs.
     ``kernels``: an instruction path of the compiled core (see ``sakiyomi.core.available()``) or "torch"; "auto" is the
     fastest, or what SAKIYOMI_KERNELS says.
-    ``drafter``: a name, or several joined with +; "auto" is the suffix drafter, and the draft model where one is given.
+    ``drafter``: a name, or several joined with +; "auto" is the suffix drafter, those trained for the model, and the
+    draft model where one is given.
     ``num_speculative_tokens``: tokens to draft in a round; None drafts as many as pay, for which the costs of the
     model are measured once, in about a second. ``verification``: see :class:`LLM`. ``draft_model``: a smaller model to
-    draft with, named as ``model`` is; its tokenizer may be another. ``draft_weights``: its ``weights``.
+    draft with, named as ``model`` is; its tokenizer may be another. ``draft_weights``: its ``weights``. ``trained``:
+    the folder of a drafter trained for this model, or several; those that come with sakiyomi need no mention.
     ``context_length`` lowers the model's own. ``device`` ("cuda", "mps", ...) and ``device_map`` (as for transformers'
     ``from_pretrained``) say where it runs: elsewhere than on the processor through its transformers module, like
     architectures beyond the Llama family and quantised weights, for which sakiyomi[huggingface] must be installed.
@@ -93,8 +98,9 @@ def load(
     targets.resolve(kernels, weights)
     check_device(device, device_map)
     # What is wrong here should not cost the time of loading.
+    heads = trained_for(model, trained)
     if isinstance(drafter, str):
-        drafters.parse(drafter, draft_model=draft_model is not None)
+        drafters.parse(drafter, [*heads, *([drafters.MODEL] if draft_model is not None else [])])
     draft_length(num_speculative_tokens)
     method(verification)
     if draft_weights is not None:
@@ -124,6 +130,10 @@ def load(
         num_speculative_tokens=num_speculative_tokens,
         verification=verification,
         draft_model=drafting,
+        trained={
+            name: partial(load_drafter, folder, loaded.parts, kernels=kernels, device=device)
+            for name, folder in heads.items()
+        },
         costs=loaded.costs,
     )
     if drafter not in (None, "none") and num_speculative_tokens is None:
@@ -146,7 +156,8 @@ class LLM:
     promise; with "rejection" or "block" tokens that a draft model sampled are other ones than those of plain decoding,
     of the same distribution, and more of them stand. Greedy, and with drafters that don't sample, all three are the
     same. That distribution is the one over seeds: beside drafters that remember, like "suffix", take a new one for each
-    answer, or what it drew before says what is drawn. ``draft_model``: the drafter that goes by "model".
+    answer, or what it drew before says what is drawn. ``draft_model``: the drafter that goes by "model". ``trained``:
+    drafters trained for the target, by name; each is loaded when it is first used.
     ``costs``: returns those of the target, and is called when they are first needed; by default they are measured then.
     What drafters remember, and what was learned about when they pay, stays from call to call. Not to be called from
     several threads at once. Raises OptionError.
@@ -161,6 +172,7 @@ class LLM:
         num_speculative_tokens: int | None = None,
         verification: Verification = "coupled",
         draft_model: Drafter | None = None,
+        trained: Mapping[str, Callable[[], Drafter]] | None = None,
         costs: Callable[[], ModelCosts] | None = None,
     ) -> None:
         self.target = target
@@ -170,6 +182,7 @@ class LLM:
         self._costs: ModelCosts | None = None
         self._policy: AdaptivePolicy | None = None
         self._kept: dict[str, Drafter] = {} if draft_model is None else {drafters.MODEL: draft_model}
+        self.trained = dict(trained or {})
         self.drafter = drafter
         self.num_speculative_tokens = draft_length(num_speculative_tokens)
         self.verification = method(verification)
@@ -180,6 +193,11 @@ class LLM:
         if self._costs is None:
             self._costs = self._measure()
         return self._costs
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The names of drafters that there are for this model only: trained ones, and the draft model."""
+        return (*self.trained, *([drafters.MODEL] if drafters.MODEL in self._kept else []))
 
     @property
     def exactness(self) -> Exactness:
@@ -210,11 +228,11 @@ class LLM:
     ) -> Speculation:
         """Return a setting to give to calls in place of the LLM's own: it has learned nothing yet, and learns apart.
 
-        The draft model is the same, and so is a drafter that is given as an object. Raises OptionError.
+        The draft model is the same, and so are trained drafters, and one that is given as an object.
+        Raises OptionError.
         """
         k, way = self._length(num_speculative_tokens), self._verification(verification)
-        shared = {name: each for name, each in self._kept.items() if name == drafters.MODEL}
-        found = self._chosen(drafter, shared)
+        found = self._chosen(drafter, {})
         if k == 0 or not found:
             return Speculation()
         if k is None:
@@ -384,12 +402,14 @@ class LLM:
         if not isinstance(drafter, str):
             drafters.check(drafter)
             return (drafter,)
-        names = drafters.parse(drafter, draft_model=drafters.MODEL in self._kept)
+        names = drafters.parse(drafter, self.given)
         if kept is None:
             return ()
         for name in names:
+            if name in self.trained and name not in self._kept:
+                self._kept[name] = self.trained[name]()
             if name not in kept:
-                kept[name] = drafters.DRAFTERS[name]()
+                kept[name] = self._kept[name] if name in self.given else drafters.DRAFTERS[name]()
         return tuple(kept[name] for name in names)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,8 +15,9 @@ import sakiyomi
 from sakiyomi import models, targets
 from sakiyomi.costs import ModelCosts, measured
 from sakiyomi.cpus import cpu_name
+from sakiyomi.drafters.trained import TargetParts, kind
 from sakiyomi.errors import OptionError, UnsupportedModelError
-from sakiyomi.targets.decoder import DecoderConfig
+from sakiyomi.targets.decoder import DecoderConfig, Reader
 from sakiyomi.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from sakiyomi.targets.pytorch import TorchTarget
 
 DTYPES = ("auto", "bf16", "fp32")
+_TRAINED = Path(__file__).parent / "trained"  # drafters that come with the package, by known model and kind
 DeviceMap = str | Mapping[str, Any]
 
 
@@ -87,6 +89,44 @@ class LoadedModel:
         module = load_module(folder, dtype, device, device_map)
         return cls(folder, HuggingFaceTarget(module, context_length), tokenizer)
 
+    @property
+    def parts(self) -> TargetParts:
+        """What drafters trained for the model may use of it. Raises UnsupportedModelError, CorruptModelError."""
+        from sakiyomi.targets.huggingface import HuggingFaceTarget
+
+        target = self.target
+        common: dict[str, Any] = {
+            "vocab_size": target.vocab_size,
+            "context_length": target.context_length,
+            "tokenizer": self.tokenizer.fingerprint,
+            "eos_ids": self.tokenizer.eos_ids,
+        }
+        weights = models.open_weights(self.folder)
+        read = Reader(weights, target.dtype)
+        if isinstance(target, HuggingFaceTarget):
+            embedding = target.embedding[: target.vocab_size]
+            head = next((name for name in ("lm_head.weight", "embed_out.weight") if name in weights), None)
+            size = (target.vocab_size, embedding.shape[1])
+            return TargetParts(
+                **common,
+                hidden_size=size[1],
+                layers=target.layers,
+                embedding=embedding,
+                head=read.table(head, *size) if head else embedding,
+            )
+        config = target.config
+        size = (config.vocab_size, config.hidden_size)
+        embedding = read.table("model.embed_tokens.weight", *size)
+        return TargetParts(
+            **common,
+            hidden_size=size[1],
+            layers=config.layers,
+            embedding=embedding,
+            head=embedding if config.tied else read.table("lm_head.weight", *size),
+            norm=read.norm("model.norm.weight", size[1]),
+            norm_eps=config.norm_eps,
+        )
+
     def costs(self) -> ModelCosts:
         """Return the costs of the model, as the cache has them for this machine."""
         target = self.target
@@ -104,6 +144,28 @@ class LoadedModel:
             "version": sakiyomi.__version__,
         }
         return ModelCosts(measured(target, models.cache_dir() / "costs", facts))
+
+
+def trained_for(
+    model: str | os.PathLike[str], given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = ()
+) -> dict[str, Path]:
+    """Return the folders of the drafters that there are for a model, by name: those given, then those of the package.
+
+    Raises ModelError or OptionError for what is no drafter.
+    """
+    folders = [given] if isinstance(given, str | os.PathLike) else list(given)
+    found: dict[str, Path] = {}
+    for folder in map(Path, folders):
+        name = kind(folder)
+        if name in found:
+            raise OptionError(
+                f"trained={str(folder)!r}: is a {name} drafter, and so is {found[name]}; give one of them"
+            )
+        found[name] = folder
+    ours = _TRAINED / model if isinstance(model, str) and model in models.KNOWN_MODELS else None
+    for folder in sorted(ours.iterdir()) if ours and ours.is_dir() else ():
+        found.setdefault(folder.name, folder)
+    return found
 
 
 def default_draft_weights(kernels: str) -> Literal["auto", "int8"]:

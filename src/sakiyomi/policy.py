@@ -5,20 +5,23 @@ than what its row of the target could bring otherwise, a > rate * seconds. The c
 acceptance (``acceptance.py``) along its path; seconds come from measured costs (``costs.py``). The rate, in tokens per
 second, is the going rate of the sequence, or that of the round so far where it is higher: where the draft stood so
 far, the next round would be as good a one, and bring the token too. A draft, chain or tree, is cut to its most valuable
-part; between drafters the higher value wins; no draft is worth 0.
+part; the drafts of several drafters are one tree, in which what they agree on is checked once; no draft is worth 0.
+
+Whatever was proposed is compared with what the target wrote, whether it was checked or not: the target's text does not
+depend on it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
 from sakiyomi.acceptance import Acceptance, Odds
 from sakiyomi.costs import ModelCosts
-from sakiyomi.drafting import Source, chosen, depth, first_path
+from sakiyomi.drafting import Source, depth, first_path
 from sakiyomi.errors import OptionError
 from sakiyomi.interfaces import Draft, GoOn, always
 
@@ -29,14 +32,14 @@ MOST = 32  # draft tokens in a round that the adaptive policy considers
 class Checked:
     """What a round said about a draft.
 
-    ``accepted``: indices of the draft tokens that stood, along one path. ``emitted``: tokens that became output; as
+    ``accepted``: indices of the draft tokens that stood, along one path. ``tokens``: those that became output; as
     many as were accepted where a stop cut the round at a draft token, else one more. ``rows``, ``context``: of the
     target's forward; ``seconds``: what it took, None where the sequence shared it with others.
     """
 
     draft: Draft
     accepted: tuple[int, ...]
-    emitted: int
+    tokens: tuple[int, ...]
     rows: int
     context: int
     seconds: float | None
@@ -248,10 +251,15 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The part of a draft worth checking, and what it is worth: tokens, beyond what its time would bring otherwise."""
+    """The part of all proposals worth checking, and what it is worth: tokens, beyond what its time would bring else.
+
+    ``owners``: of each token, the members that proposed it. ``worth``: of each member, its share of the value.
+    """
 
     draft: Draft
-    value: float
+    value: float = 0.0
+    owners: tuple[tuple[_Member, ...], ...] = ()
+    worth: Mapping[_Member, float] = field(default_factory=dict)
 
 
 class AdaptiveSession:
@@ -263,17 +271,20 @@ class AdaptiveSession:
         self._tokens = self._units = 4.0  # of late, and the plain rounds whose time they took
         self._since_plain = 0
         self._rows, self._sequences = 1, 1  # of this round
+        self._proposals: list[tuple[_Member, Draft]] = []
+        self._plan = _Plan(Draft())
 
     def draft(self, left: int, context: int, rows: int, sequences: int) -> Draft:
         """Return the most valuable draft; an empty one where none is worth its time."""
         self._rounds += 1
         self._rows, self._sequences = rows, sequences
+        self._proposals, self._plan = [], _Plan(Draft())
         if left < 1 or (self._since_plain >= _ROUNDS_TO_PLAIN and self._tokens < _CLEARLY * self._units):
             return Draft()  # the latter to see again what a plain token takes, where that may decide
         limit = min(left, MOST)
         prices = _Prices(self._costs, context, rows, sequences, max(1.0, self._tokens / self._units))
         stake_s = self._ledger.left(prices.token_s)
-        best, probe = _Plan(Draft(), _LEAST), Draft()
+        tree = _Tree()
         costly = []
         for member in self._members:
             member.stake_s = min(stake_s, member.ledger.left(prices.token_s))
@@ -286,30 +297,34 @@ class AdaptiveSession:
                 continue
             draft = member.propose(limit)
             proposed = time.perf_counter()
-            plan = _plan(draft, member, prices)
-            member.brought(plan.value)
+            self._proposed(member, draft, tree)
             member.took(member.source.seconds + time.perf_counter() - proposed)
-            if plan.value > best.value:
-                best = plan
-            elif draft and member.may_probe(prices.seconds[1]):
-                probe = chosen(draft, [0])
+        plan = tree.plan(prices)
         for member in costly if self._rounds > 1 else ():  # the first token shouldn't wait for a model to read
             times = _DraftTimes.of(member, context)
-            if _outlook(member, times, prices, limit, left) > best.value:
-                draft = _ask_costly(member, limit, times, prices, context)
-                if draft.distributions is not None:
-                    return draft  # a sample: whether to check it, and how much of it, was decided as it was drawn
-                plan = _plan(draft, member, prices)
-                member.brought(plan.value)
-                if plan.value > best.value:
-                    best = plan
-            elif not best.draft and _outlook(member, times, prices, limit, left, surely=True) > 0:
+            asked = limit
+            if _outlook(member, times, prices, limit, left) <= max(_LEAST, _OVERLAP * plan.value):
                 cost_s = times.first + times.once / 4 + prices.seconds[1]  # what is read once is read
-                if cost_s <= member.stake_s and member.may_probe(cost_s):
-                    probe = _ask_costly(member, 1, times, prices, context) or probe
-                    if probe.distributions is not None:
-                        return probe
-        return best.draft or probe
+                if cost_s > member.stake_s or not member.may_probe(cost_s):
+                    continue
+                if plan.draft or _outlook(member, times, prices, limit, left, surely=True) <= 0:
+                    continue
+                asked = 1
+            draft = _ask_costly(member, asked, times, prices, context)
+            self._proposed(member, draft, tree)
+            if draft.distributions is not None:  # a sample: how much of it to check was decided as it was drawn
+                plan = _Plan(draft, 0.0, ((member,),) * len(draft))
+                break
+            plan = tree.plan(prices)
+        for member, _ in self._proposals:
+            member.brought(plan.worth.get(member, 0.0))
+        self._plan = plan
+        return plan.draft
+
+    def _proposed(self, member: _Member, draft: Draft, tree: _Tree) -> None:
+        self._proposals.append((member, draft))
+        if draft and draft.distributions is None:
+            tree.add(member, draft)
 
     def observe(self, checked: Checked) -> None:
         """Learn from the tokens that were tested, and enter the round in the ledgers."""
@@ -319,17 +334,20 @@ class AdaptiveSession:
         elapsed = costs.seconds(self._rows, context, sequences)
         branch_s = costs.branch_s if draft.parents is not None else 0.0
         expected = costs.seconds(self._rows + len(draft), context, sequences) + branch_s
-        lost = expected - elapsed - max(0, checked.emitted - 1) * token_s  # in the target, with this draft
+        cost_s = expected - elapsed  # in the target, with this draft
         if self._rounds == 1:
             elapsed += context / _CHUNK * costs.seconds(_CHUNK, context // 2)  # the rest of the prompt
         elif checked.seconds is not None:
-            lost += min(checked.seconds, 2 * expected) - expected  # beyond, something else happened
+            cost_s += min(checked.seconds, 2 * expected) - expected  # beyond, something else happened
             costs.observe(checked.rows, context, max(checked.seconds - branch_s, checked.seconds / 2))
         self._since_plain = self._since_plain + 1 if draft else 0
         if self._rounds > 1:
-            self._tokens = self._tokens * _RECENT + checked.emitted
+            self._tokens = self._tokens * _RECENT + len(checked.tokens)
             spent = expected + sum(member.draft_s for member in self._members)
             self._units = self._units * _RECENT + spent / plain_s
+        for member, proposal in self._proposals:
+            _learn(member, proposal, checked.tokens)
+        lost = self._losses(checked, cost_s, token_s)
         total = 0.0
         for member in self._members:
             member.experience.idle_s += elapsed / sequences
@@ -340,16 +358,32 @@ class AdaptiveSession:
             elif member.experience.call_s is not None:
                 member.experience.call_s *= _FORGIVING
             member.draft_s = 0.0
-            if draft and member.source.name == draft.drafter:
-                charged += lost
-                _learn(member, checked)
+            charged += lost.get(member, 0.0)
             member.ledger.add(elapsed / sequences, charged, token_s)
             total += charged
         self._ledger.add(elapsed / sequences, total, token_s)
 
+    def _losses(self, checked: Checked, cost_s: float, token_s: float) -> dict[_Member, float]:
+        """Return what each member lost in the target: the time of its tokens, less that of those that stood.
+
+        A token that several proposed is shared among them.
+        """
+        owners: Sequence[Sequence[_Member]] = self._plan.owners
+        if len(owners) != len(checked.draft):  # cut to the room that there was
+            everyone = tuple(dict.fromkeys(member for each in owners for member in each))
+            owners = (everyone,) * len(checked.draft)
+        lost: dict[_Member, float] = {}
+        saved = min(len(checked.accepted), len(checked.tokens) - 1)  # a token that ends the text would have come anyway
+        for i, members in enumerate(owners):
+            loss = cost_s / len(owners) - (token_s if i in checked.accepted[:saved] else 0.0)
+            for member in members:
+                lost[member] = lost.get(member, 0.0) + loss / len(members)
+        return lost
+
 
 _MARGIN = 1.05  # estimates are noisy, and what is chosen looks better than it is
 _LEAST = 0.02  # a draft worth fewer tokens isn't checked: estimates are no better
+_OVERLAP = 0.5  # of what is worth checking already, what another drafter proposes again
 _CHEAP = 0.02  # a drafter whose proposals take less than the time of so many tokens is asked in every round
 _RECENT = 0.95
 _FIRST_WORTH, _RECENT_WORTH = 0.5, 0.03
@@ -476,60 +510,102 @@ def _ask_costly(member: _Member, budget: int, times: _DraftTimes, prices: _Price
     return draft
 
 
-def _plan(draft: Draft, member: _Member, prices: _Prices) -> _Plan:
-    """Return the most valuable part of a draft."""
-    if not draft:
-        return _Plan(draft, 0.0)
-    parents = draft.parents
-    if parents is None:
-        rates = [member.rate(confidence, i, False) for i, confidence in enumerate(draft.confidences, start=1)]
-    else:
-        rates = []
+class _Tree:
+    """All that was proposed in a round: what several drafters propose after the same tokens is one token of it."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._survivals: list[float] = []  # the probability that a token and all before it on its path stand
+        self._owners: list[tuple[_Member, ...]] = []
+        self._places: dict[tuple[int, int], int] = {}  # of a token after its parent
+        self._stake_s = 0.0
+
+    def add(self, member: _Member, draft: Draft) -> None:
+        """Add a proposal."""
+        self._stake_s = max(self._stake_s, member.stake_s)
+        places: list[int] = []
         positions: list[int] = []
         seen: set[int] = set()
-        for parent, confidence in zip(parents, draft.confidences, strict=True):
+        for i, (token, confidence) in enumerate(zip(draft.tokens, draft.confidences, strict=True)):
+            parent = i - 1 if draft.parents is None else draft.parents[i]
             positions.append(1 if parent < 0 else positions[parent] + 1)
-            rates.append(member.rate(confidence, positions[-1], parent in seen))
+            before = -1 if parent < 0 else places[parent]
+            rate = member.rate(confidence, positions[-1], parent in seen)
             seen.add(parent)
-    survivals = _survivals(draft, rates)
-    order = _likeliest(survivals)
-    value, best, count = 0.0, 0.0, 0
-    tokens, spent = 1.0, 0.0  # of the round so far: the target's own token is sure
-    branched = parents is None
-    grown: set[int] = set()
-    for size, i in enumerate(order[:MOST], start=1):
-        after = prices.seconds[size]
-        if parents is not None and not branched:
-            branched = parents[i] in grown
+            survival = rate if before < 0 else rate * self._survivals[before]
+            place = self._places.setdefault((before, token), len(self._tokens))
+            places.append(place)
+            if place == len(self._tokens):
+                self._tokens.append(token)
+                self._parents.append(before)
+                self._survivals.append(survival)
+                self._owners.append((member,))
+            else:
+                self._survivals[place] = max(self._survivals[place], survival)
+                self._owners[place] += (member,)
+
+    def plan(self, prices: _Prices) -> _Plan:
+        """Return the most valuable part; none where it isn't worth its time."""
+        survivals, parents = self._survivals, self._parents
+        order = _likeliest(survivals)
+        value, best, count = 0.0, _LEAST, 0
+        tokens, spent = 1.0, 0.0  # of the round so far: the target's own token is sure
+        branch_s, grown = 0.0, set()
+        gains = []
+        for size, i in enumerate(order[:MOST], start=1):
+            if not branch_s and parents[i] in grown:
+                branch_s = prices.branch_s
             grown.add(parents[i])
-        if parents is not None and branched:
-            after += prices.branch_s
-        if after > member.stake_s:
-            break
-        value += survivals[i] - prices.price(after - spent, tokens, spent)
-        tokens += survivals[i]
-        spent = after
-        if value > best:
-            best, count = value, size
-        elif value + survivals[i] * (len(order) - size) <= best:
-            break  # the rest could not make up for it if it were free
-    return _Plan(chosen(draft, sorted(order[:count])), best)
+            after = prices.seconds[size] + branch_s
+            if after > self._stake_s:
+                break
+            gains.append(survivals[i] - prices.price(after - spent, tokens, spent))
+            value += gains[-1]
+            tokens += survivals[i]
+            spent = after
+            if value > best:
+                best, count = value, size
+            elif value + survivals[i] * (len(order) - size) <= best:
+                break  # the rest could not make up for it if it were free
+        if not count:
+            return _Plan(Draft())
+        worth: dict[_Member, float] = {}
+        for i, gain in zip(order[:count], gains, strict=False):
+            for member in self._owners[i]:
+                worth[member] = worth.get(member, 0.0) + gain / len(self._owners[i])
+        kept = sorted(order[:count])
+        return _Plan(self._draft(kept, tuple(worth)), best, tuple(self._owners[i] for i in kept), worth)
+
+    def _draft(self, kept: Sequence[int], members: Sequence[_Member]) -> Draft:
+        places = {-1: -1, **{index: place for place, index in enumerate(kept)}}
+        parents = tuple(places[self._parents[i]] for i in kept)
+        before = [self._survivals[p] if (p := self._parents[i]) >= 0 else 1.0 for i in kept]
+        return Draft(
+            tuple(self._tokens[i] for i in kept),
+            None if parents == tuple(range(-1, len(kept) - 1)) else parents,
+            tuple(min(1.0, self._survivals[i] / each) for i, each in zip(kept, before, strict=True)),
+            "+".join(member.source.name for member in members),
+        )
 
 
-def _learn(member: _Member, checked: Checked) -> None:
-    """Learn from every draft token whose parent stood: it was compared with the target's own."""
-    draft = checked.draft
-    depths = {-1: 0, **{index: place for place, index in enumerate(checked.accepted, start=1)}}
-    if checked.accepted and checked.emitted == len(checked.accepted):
-        del depths[checked.accepted[-1]]  # a stop: what would follow wasn't tested
-    stood = set(checked.accepted)
+def _learn(member: _Member, draft: Draft, written: Sequence[int]) -> None:
+    """Learn from every proposed token that what was written says something about: the tokens before it came true."""
+    depths = {-1: 0}
+    stood = False
     seen: set[int] = set()
-    for i, confidence in enumerate(draft.confidences):
+    for i, (token, confidence) in enumerate(zip(draft.tokens, draft.confidences, strict=True)):
         parent = i - 1 if draft.parents is None else draft.parents[i]
-        if parent in depths:
-            member.learn(confidence, depths[parent] + 1, parent in seen, i in stood)
+        place = depths.get(parent, len(written))
+        if place < len(written):
+            right = token == written[place]
+            member.learn(confidence, place + 1, parent in seen, right)
             seen.add(parent)
-    member.tested(bool(stood), bool(stood) and len(stood) == depth(draft))
+            if right:
+                depths[i] = place + 1
+                stood = True
+    if draft:
+        member.tested(stood, stood and max(depths.values()) == depth(draft))
 
 
 def _survivals(draft: Draft, rates: Sequence[float]) -> list[float]:

@@ -1,10 +1,32 @@
-"""Drafters trained on a target's own states: what they take from the target."""
+"""Drafters trained on a target's own states: what they take from the target, and how they are loaded and saved."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
+
+from sakiyomi import models
+from sakiyomi.costs import ModelCosts, measure_rows
+from sakiyomi.distribution import Ids
+from sakiyomi.drafters.layers import Layers
+from sakiyomi.drafters.tree import Choosing, Expand, grow
+from sakiyomi.errors import CorruptModelError, OptionError
+from sakiyomi.interfaces import Costs, Draft, Drafter, GoOn, TargetSequence, always
+from sakiyomi.sampling import SamplingParams
+from sakiyomi.targets.decoder import DecoderConfig
+
+DraftWeights = Literal["auto", "int8", "bf16", "fp32"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +35,7 @@ class TargetParts:
 
     ``embedding``, ``head``: [vocab_size, hidden_size]; ``norm``: [hidden_size], the weight of the RMS norm before the
     head, None where it isn't known. ``layers``: how many decoder layers there are. ``tokenizer``: a text that tells its
-    tokenizer from others.
+    tokenizer from others. ``eos_ids``: tokens after which nothing is worth drafting.
     """
 
     vocab_size: int
@@ -25,3 +47,440 @@ class TargetParts:
     norm: torch.Tensor | None = None
     norm_eps: float = 1e-5
     tokenizer: str | None = None
+    eos_ids: frozenset[int] = frozenset()
+
+
+def load_drafter(
+    folder: str | os.PathLike[str],
+    parts: TargetParts,
+    *,
+    weights: DraftWeights = "auto",
+    kernels: str = "auto",
+    device: torch.device | str | None = None,
+) -> Drafter:
+    """Load a drafter that was trained for a target, whatever its kind: config.json says.
+
+    Known are EAGLE-3 (plain, and as speculators saves it), EAGLE-1/2, MLP speculators and Medusa heads in their
+    published formats, and sakiyomi's own block drafters and tables. ``weights``: the format of linears, "auto" (int8
+    where the compiled core runs), "int8", "bf16" or "fp32". ``kernels``: an instruction path, "auto" or "torch".
+    ``device``: where it runs; None for where the target's embedding is.
+
+    Raises ModelNotFoundError, CorruptModelError, UnsupportedModelError, also for pickles, or OptionError, also for a
+    drafter that was made for another target.
+    """
+    folder = Path(folder)
+    name, config = kind(folder), models.read_config(folder)
+    if name == "table":
+        from sakiyomi.drafters.table import Table, TableDrafter
+
+        return TableDrafter(Table.load(folder / "table.safetensors"))
+    if name == "mlp":
+        from sakiyomi.drafters import mlp
+
+        return mlp.load(folder, config, parts, weights=weights, kernels=kernels)
+    if name == "medusa":
+        from sakiyomi.drafters import medusa
+
+        return medusa.load(folder, config, parts, weights=weights, kernels=kernels)
+    place = torch.device(device) if device is not None else parts.embedding.device
+    if name == "block":
+        from sakiyomi.drafters import block
+
+        return block.load(folder, config, parts, weights=weights, kernels=kernels, device=place)
+    from sakiyomi.drafters import eagle
+
+    return eagle.load(folder, config, parts, weights=weights, kernels=kernels, device=place)
+
+
+def kind(folder: str | os.PathLike[str]) -> str:
+    """Return the name of the drafter in a folder, of those that :func:`load_drafter` loads.
+
+    Raises ModelNotFoundError, CorruptModelError or UnsupportedModelError.
+    """
+    folder = Path(folder)
+    config = models.read_config(folder)
+    if (found := config.get("model_type")) in _OWN:
+        return _OWN[found]
+    if "medusa_num_heads" in config:
+        return "medusa"
+    from sakiyomi.drafters import eagle
+
+    return "eagle3" if eagle.is_third(folder, config, models.open_weights(folder)) else "eagle"
+
+
+_OWN = {"sakiyomi-table": "table", "sakiyomi-block": "block", "mlp_speculator": "mlp", "medusa": "medusa"}
+
+
+def layer_config(folder: Path, config: Mapping[str, Any], parts: TargetParts) -> DecoderConfig:
+    """Return the dimensions of a drafter's layers from a configuration in Hugging Face layout.
+
+    What it leaves out is as in a llama, as long and with as many tokens as the target. Raises UnsupportedModelError,
+    CorruptModelError, or OptionError where the target has another vocabulary.
+    """
+    given = {"model_type": "llama", "num_hidden_layers": 1, "rms_norm_eps": 1e-6, **config}
+    for name, value in (
+        ("max_position_embeddings", parts.context_length),
+        ("vocab_size", parts.vocab_size),
+        ("hidden_size", parts.hidden_size),
+    ):
+        if given.get(name) is None:
+            given[name] = value
+    found = DecoderConfig.from_huggingface(given)
+    check_fit(folder, "vocab_size", found.vocab_size, parts.vocab_size)
+    return found
+
+
+def check_fit(folder: Path, what: str, drafter: int, target: int) -> None:
+    """Raise OptionError where a drafter was made for another ``what`` than the target has."""
+    if drafter != target:
+        raise OptionError(f"{folder}: the drafter was made for a target of {what} {drafter}, this one has {target}")
+
+
+def hidden_layer_ids(folder: Path, given: object, parts: TargetParts) -> tuple[int, ...]:
+    """Return the target's layers whose states a drafter reads: those given, or EAGLE-3's usual three.
+
+    Raises CorruptModelError for what are no layer ids, OptionError for layers that the target lacks.
+    """
+    count = parts.layers
+    layers = (2, count // 2, count - 3) if given is None else given
+    if not isinstance(layers, list | tuple) or not layers or not all(type(each) is int for each in layers):
+        raise CorruptModelError(f"{folder}: layers {layers!r} to read states of must be a list of whole numbers")
+    if not all(0 <= each <= count for each in layers):
+        raise OptionError(
+            f"{folder}: the drafter was made for a target with layers {list(layers)}, this one has 0..{count}"
+        )
+    return tuple(layers)
+
+
+def draft_vocabulary(
+    folder: Path, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], vocab_size: int
+) -> tuple[int, Ids | None]:
+    """Return how many tokens a drafter can name, and which: int64, None for all of the target's.
+
+    Target id = i + ``d2t[i]``. Raises CorruptModelError.
+    """
+    size = config.get("draft_vocab_size")
+    size = vocab_size if size is None else size
+    if type(size) is not int or not 1 <= size <= vocab_size:
+        raise CorruptModelError(f"{folder}: draft_vocab_size {size!r} must be in 1..{vocab_size}")
+    if "d2t" not in weights:
+        if size != vocab_size:
+            raise CorruptModelError(f"{folder}: the weights lack 'd2t', which a reduced draft vocabulary needs")
+        return size, None
+    offsets = weights["d2t"]
+    if tuple(offsets.shape) != (size,) or offsets.is_floating_point():
+        raise CorruptModelError(
+            f"{folder}: 'd2t' is {offsets.dtype} {list(offsets.shape)}, must be whole numbers [{size}]"
+        )
+    names: Ids = offsets.to("cpu", torch.int64).numpy() + np.arange(size)
+    if names.min() < 0 or names.max() >= vocab_size or np.unique(names).size < size:
+        raise CorruptModelError(f"{folder}: 'd2t' must lead to different tokens in 0..{vocab_size - 1}")
+    return size, None if size == vocab_size and (names == np.arange(size)).all() else names
+
+
+class Embedding:
+    """Token embeddings: float32 [tokens, hidden_size] on a device."""
+
+    def __init__(self, table: torch.Tensor, device: torch.device) -> None:
+        self._table = table.detach().to(device)
+        self.size = table.shape[1]
+
+    def __call__(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Return the embeddings of tokens."""
+        return self._table.index_select(0, torch.tensor(tokens, device=self._table.device)).float()
+
+
+class States:
+    """The target's states of tokens that a drafter hasn't computed yet, the layers' side by side."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[torch.Tensor] = deque()
+        self.count = 0
+
+    def add(self, hidden: Sequence[torch.Tensor]) -> None:
+        """Take the states of the tokens that follow: one [tokens, hidden_size] for each layer."""
+        if hidden[0].shape[0]:
+            # Copied: what is given may be a view of all rows of a forward. Layers may be on several devices.
+            one = hidden[0].device
+            self._waiting.append(torch.cat([each.to(one) for each in hidden], 1))
+            self.count += hidden[0].shape[0]
+
+    def first(self, count: int, device: torch.device) -> torch.Tensor:
+        """Return the first states, float32 [count, layers * hidden_size]; they stay."""
+        found: list[torch.Tensor] = []
+        for part in self._waiting:
+            found.append(part[:count])
+            count -= found[-1].shape[0]
+            if not count:
+                break
+        return (torch.cat(found) if len(found) > 1 else found[0]).to(device, torch.float32)
+
+    def drop(self, count: int) -> None:
+        """Forget the first states."""
+        self.count -= count
+        while count:
+            part = self._waiting.popleft()
+            if part.shape[0] > count:
+                self._waiting.appendleft(part[count:])
+            count -= min(count, part.shape[0])
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._waiting.clear()
+        self.count = 0
+
+
+class StateModel(Protocol):
+    """A model with layers that read a target's states. ``names``: the head's tokens, None for all of the target's."""
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """The target's layers whose states it reads."""
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a sequence that it drafts for."""
+
+    @property
+    def layers(self) -> Layers:
+        """Its layers."""
+
+    @property
+    def names(self) -> Ids | None:
+        """The target's tokens that its head's rows stand for, None for all."""
+
+
+class StateDrafter:
+    """What drafters have in common whose layers keep keys and values of the target's states.
+
+    ``width``: how many tokens of each level of a draft go on, and how many may follow each. ``max_nodes``: tokens in a
+    draft; ``deepest``: in a row. Nothing is drafted after ``eos_ids`` and a request's ``stop_token_ids``. ``costs``: of
+    its forwards; measured here if left out. Raises OptionError.
+    """
+
+    samples = False
+
+    def __init__(
+        self,
+        name: str,
+        model: StateModel,
+        *,
+        width: int,
+        max_nodes: int,
+        eos_ids: frozenset[int],
+        costs: Costs | None,
+        deepest: int | None = None,
+    ) -> None:
+        for option, value in (("width", width), ("max_nodes", max_nodes)):
+            if type(value) is not int or value < 1:
+                raise OptionError(f"{option}={value!r}: must be a whole number of at least 1")
+        self.name, self.hidden_layers = name, model.hidden_layers
+        self.context_length, self.names = model.context_length, model.names
+        self.new_memory = model.layers.new_sequence
+        self.width, self.max_nodes, self.eos_ids = width, max_nodes, eos_ids
+        self.deepest = min(max_nodes, deepest or max_nodes)
+        self._warned = False
+        self.costs: Costs = costs or ModelCosts(measure_rows(self._run))
+
+    def _run(self, rows: int) -> None:
+        """Compute so many rows, and choose as for one level of a draft."""
+        raise NotImplementedError
+
+    def outgrown(self, length: int) -> None:
+        """Warn, once, of a sequence of so many tokens: its session proposes nothing from now on."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"a sequence of {length} tokens has outgrown the {self.name} drafter's context of "
+                f"{self.context_length}: it drafts nothing beyond",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+class StateSession:
+    """Such a drafter beside one sequence: keys and values of all rows made of the target's own states."""
+
+    def __init__(self, drafter: StateDrafter, prompt: Sequence[int], params: SamplingParams, sampled: bool) -> None:
+        self._drafter = drafter
+        self._ids = list(prompt)
+        self._states = States()
+        self._memory: TargetSequence | None = drafter.new_memory()  # None: the sequence is too long
+        self._held = 0  # rows in memory that are there for good
+        eos_ids = frozenset[int]() if params.ignore_eos else drafter.eos_ids
+        self._ends = eos_ids.union(params.stop_token_ids)
+        self._choose = Choosing(drafter.names, params, sampled, drafter.width)
+
+    @property
+    def unread(self) -> int:
+        """Rows to compute before the next draft; 0 where nothing will be drafted."""
+        length = len(self._ids)
+        if self._memory is None or not 1 < length <= self._drafter.context_length:
+            return 0
+        return length - 1 - self._held
+
+    def read(self, hidden: Sequence[torch.Tensor]) -> None:
+        """Take the states of the tokens that follow; they are computed when the next draft begins."""
+        if self._memory is not None:
+            self._states.add(hidden)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Take note of tokens that the sequence gained."""
+        self._ids.extend(tokens)
+
+    @torch.inference_mode()
+    def propose(self, budget: int, go_on: GoOn = always) -> Draft:
+        """Return a tree of what may follow; nothing before the target's states are there."""
+        drafter, memory, length = self._drafter, self._memory, len(self._ids)
+        if memory is not None and length > drafter.context_length:
+            self._memory = memory = None
+            self._states.clear()
+            drafter.outgrown(length)
+        if memory is None or budget < 1 or length < 2 or self._held + self._states.count < length - 1:
+            return Draft(drafter=drafter.name)
+        budget = min(budget, drafter.deepest, drafter.context_length - length + 1)
+        try:
+            expand = self._begin(memory, budget)
+            return grow(
+                drafter.name,
+                expand,
+                budget=budget,
+                go_on=go_on,
+                width=drafter.width,
+                max_nodes=drafter.max_nodes,
+                ends=self._ends,
+            )
+        finally:
+            memory.truncate(self._held)
+
+    def _begin(self, memory: TargetSequence, budget: int) -> Expand:
+        """Compute what is missing of the rows that stay, and return what a draft of ``budget`` in a row grows by."""
+        raise NotImplementedError
+
+
+def save_eagle3(
+    folder: str | os.PathLike[str],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    layer_config: Mapping[str, Any],
+    verifier: str,
+    verifier_architectures: Sequence[str] = ("LlamaForCausalLM",),
+    hidden_layers: Sequence[int],
+    draft_ids: Sequence[int] | None = None,
+    norm_before_residual: bool = True,
+    num_speculative_tokens: int = 3,
+) -> None:
+    """Write an EAGLE-3 drafter in the format of speculators 0.9, which vLLM loads too.
+
+    ``tensors``: fc.weight [H, layers * H]; layers.0.* (input_layernorm, hidden_norm, post_attention_layernorm,
+    self_attn.{q,k,v,o}_proj, mlp.{gate,up,down}_proj); norm.weight; lm_head.weight [D, H]; perhaps embed_tokens.weight.
+    ``layer_config``: a complete llama or qwen3 configuration, with the target's vocab_size. ``verifier``: the target's
+    hub id; vLLM takes no local path. ``draft_ids``: the D target tokens that the head's rows stand for, ascending; None
+    for all, in their order. Raises OptionError for what doesn't fit or can't be written.
+    """
+    vocab_size = layer_config["vocab_size"]
+    contents = _with_vocabulary(tensors, draft_ids, vocab_size)
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": num_speculative_tokens,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {"name_or_path": verifier, "architectures": list(verifier_architectures)},
+        },
+        "transformer_layer_config": dict(layer_config),
+        "draft_vocab_size": tensors["lm_head.weight"].shape[0],
+        "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": list(hidden_layers),
+        "norm_before_residual": norm_before_residual,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+    }
+    write_folder(Path(folder), config, contents)
+
+
+def save_block(
+    folder: str | os.PathLike[str],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    layer_config: Mapping[str, Any],
+    verifier: str,
+    hidden_layers: Sequence[int],
+    block_size: int,
+    draft_ids: Sequence[int] | None = None,
+    confidence_temperatures: Sequence[float] | None = None,
+) -> None:
+    """Write a block drafter; see :mod:`sakiyomi.drafters.block` for ``tensors``.
+
+    ``layer_config``: a complete llama or qwen3 configuration, with the target's vocab_size. ``verifier``: the target's
+    name. ``block_size``: the most tokens in a draft. ``draft_ids``: the D target tokens that the head's rows stand for,
+    ascending; None for all, in their order. ``confidence_temperatures``: for each position of the block.
+    Raises OptionError for what doesn't fit or can't be written.
+    """
+    contents = _with_vocabulary(tensors, draft_ids, layer_config["vocab_size"])
+    config = {
+        "model_type": "sakiyomi-block",
+        "version": 1,
+        "verifier": verifier,
+        "transformer_layer_config": dict(layer_config),
+        "draft_vocab_size": tensors["lm_head.weight"].shape[0],
+        "hidden_layers": list(hidden_layers),
+        "block_size": block_size,
+        "confidence_temperatures": None if confidence_temperatures is None else list(confidence_temperatures),
+    }
+    write_folder(Path(folder), config, contents)
+
+
+def _with_vocabulary(
+    tensors: Mapping[str, torch.Tensor], draft_ids: Sequence[int] | None, vocab_size: int
+) -> dict[str, torch.Tensor]:
+    """Return tensors with d2t, int64 [D], and t2d, bool [vocab_size], where the vocabulary is reduced."""
+    size = tensors["lm_head.weight"].shape[0]
+    contents = dict(tensors)
+    if draft_ids is None:
+        if size != vocab_size:
+            raise OptionError(
+                f"draft_ids=None: lm_head.weight has {size} rows for {vocab_size} tokens; name its tokens"
+            )
+        return contents
+    ids = torch.as_tensor(draft_ids, dtype=torch.int64)
+    if ids.shape != (size,) or (ids[1:] <= ids[:-1]).any() or not 0 <= int(ids[0]) <= int(ids[-1]) < vocab_size:
+        raise OptionError(f"draft_ids: must be {size} different tokens in 0..{vocab_size - 1}, ascending")
+    contents["d2t"] = ids - torch.arange(size)
+    contents["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    return contents
+
+
+def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write model.safetensors, then config.json, each whole or not at all. Raises OptionError."""
+    from safetensors.torch import save_file
+
+    contents = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    text = json.dumps(config, indent=1) + "\n"
+
+    def put(name: str, write: Callable[[Path], object]) -> None:
+        temporary = folder / f".{name}.{os.getpid()}.{threading.get_ident()}"
+        try:
+            write(temporary)
+            os.replace(temporary, folder / name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        put("model.safetensors", lambda path: save_file(contents, path, metadata={"format": "pt"}))
+        put("config.json", lambda path: path.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        raise OptionError(f"{folder}: can't be written ({error.strerror or error})") from None

@@ -321,7 +321,7 @@ def _lookups(drafter: str | Drafter | None) -> list[Drafter]:
     if not isinstance(drafter, str):
         drafters.check(drafter)
         return [drafter]
-    names = drafters.parse(drafter, draft_model=True)
+    names = drafters.parse(drafter, [drafters.MODEL])
     return [drafters.DRAFTERS[name]() for name in names if name != drafters.MODEL]
 
 

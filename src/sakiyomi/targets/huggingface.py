@@ -161,6 +161,17 @@ class HuggingFaceTarget:
         return True
 
     @property
+    def layers(self) -> int:
+        """How many layers there are whose hidden states can be had."""
+        return len(self._runner.layers)
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """The embeddings of the vocabulary: [vocab_size or more, hidden_size], the module's own."""
+        weight: torch.Tensor = self._runner.clone.get_input_embeddings().weight
+        return weight.detach()
+
+    @property
     def mode(self) -> Literal["packed", "one by one"]:
         """``packed`` if the rows of all sequences are computed in one call, ``one by one`` if path after path is."""
         return self._runner.mode
@@ -705,7 +716,7 @@ class _Runner:
         def after(layer: int, module: nn.Module, args: Any, output: Any) -> None:
             found[layer] = (output if isinstance(output, torch.Tensor) else output[0])[0]
 
-        def hook(layer: int) -> Any:
+        def listen(layer: int) -> Any:
             if layer == 0:
                 return self.layers[0].register_forward_pre_hook(before, with_kwargs=True)
             module = self.clone.base_model if layer == HEAD_INPUT else self.layers[layer - 1]
@@ -713,7 +724,7 @@ class _Runner:
                 raise OptionError("hidden_layers: this model doesn't tell its head from what comes before it")
             return module.register_forward_hook(partial(after, layer))
 
-        hooks = [hook(layer) for layer in set(wanted)]
+        hooks = [listen(layer) for layer in set(wanted)]
         try:
             yield found
         finally:
