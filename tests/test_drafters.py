@@ -15,6 +15,7 @@ from sakiyomi.distribution import Distribution
 from sakiyomi.drafters import DRAFTERS, parse
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.retokenised import CommonDrafter, TextDrafter
+from sakiyomi.drafters.table import TableDrafter, build_table
 from sakiyomi.drafting import Source, depth, first_path
 from sakiyomi.engine import Engine
 from sakiyomi.errors import OptionError
@@ -47,7 +48,7 @@ def test_auto_is_what_there_is(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ngramm", r"drafter='ngramm': must be one of auto, suffix, ngram, table, .*, model, none, or several joined with \+"),
+        ("ngramm", r"drafter='ngramm': must be one of auto, suffix, ngram, table, .*, none, or several joined with \+"),
         ("", "drafter='': must be one of"),
         ("ngram+", r"drafter='ngram\+': must be one of"),
         ("ngram+none", r"drafter='ngram\+none': must be one of"),
@@ -99,6 +100,7 @@ def with_models(target: Target) -> dict[str, Drafter]:
     texts = byte_tokenizer()
     return {
         **{name: make() for name, make in DRAFTERS.items()},
+        "table": TableDrafter(build_table([PROMPT * 4], vocab_size=VOCAB, max_bytes=10**6)),
         "model": ModelDrafter(target, VOCAB, branches=3),
         "model, common tokens": CommonDrafter(target, texts, texts, VOCAB, branches=3),
         "model, text": TextDrafter(target, texts, texts, VOCAB),
@@ -125,7 +127,7 @@ def drawn(drafter: Drafter, said: Callable[[Draft], Draft] = lambda draft: draft
 
 
 @needs_core
-@pytest.mark.parametrize("name", [*DRAFTERS, "model", "model, common tokens", "model, text"])
+@pytest.mark.parametrize("name", [*DRAFTERS, "table", "model", "model, common tokens", "model, text"])
 def test_every_drafter_draws_from_what_it_says(llama, name):
     """Rejection and block rest on it: a distribution that isn't the one that was drawn from changes the text."""
     drafter = with_models(llama)[name]

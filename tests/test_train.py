@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import VOCAB, byte_tokenizer, make_reference, make_target
+from safetensors import safe_open
 
 from sakiyomi.bench.workload import Prompt
 from sakiyomi.drafters.trained import TargetParts, load_drafter
@@ -20,7 +22,6 @@ from sakiyomi.errors import OptionError
 from sakiyomi.interfaces import HEAD_INPUT, Work
 from sakiyomi.llm import LLM
 from sakiyomi.sampling import SamplingParams
-from sakiyomi.train import trainer
 from sakiyomi.train.data import (
     Response,
     cut_loops,
@@ -30,11 +31,11 @@ from sakiyomi.train.data import (
     read_responses,
     split,
 )
-from sakiyomi.train.features import collect, make_batch, plan
-from sakiyomi.train.networks import Block, DraftLoss, Eagle3, Mlp
+from sakiyomi.train.features import Batch, collect, make_batch, plan
+from sakiyomi.train.networks import DraftLoss, Eagle3
 from sakiyomi.train.run import DrafterOptions, make_network, train_drafter
 from sakiyomi.train.target import Teacher
-from sakiyomi.train.trainer import Tally, TrainOptions, evaluate, train
+from sakiyomi.train.trainer import Tally, TrainOptions, train
 
 EXACT = TrainOptions(dtype=torch.float32, steps=12, batch=200, evaluations=3, learning_rate=3e-3)
 SMALL = DrafterOptions(draft_vocabulary=200, inner=32, rank=8, block_size=4)
@@ -98,9 +99,7 @@ def test_a_text_that_repeats_itself_to_its_end_is_cut_after_the_first_time() -> 
 
 
 def test_prompts_are_held_out_with_all_of_their_responses() -> None:
-    answers = [
-        response([i], [1, 2, 3], id=str(i), temperature=float(j), seed=j) for i in range(600) for j in range(3)
-    ]
+    answers = [response([i], [1, 2, 3], id=str(i), temperature=float(j), seed=j) for i in range(600) for j in range(3)]
     found = split(answers, seed=1)
     train, held = ({each.prompt for each in part} for part in (found.train, found.held_out))
     assert len(held) == 30
@@ -165,9 +164,7 @@ def test_a_file_of_responses_that_is_wrong_says_where(tmp_path: Path) -> None:
 def test_states_are_those_of_the_texts(teacher: Teacher, responses: list[Response], tmp_path: Path) -> None:
     layers = (1, 2, HEAD_INPUT)
     long = response(range(300), range(40))
-    features = collect(
-        teacher.target, [*responses[:6], long], layers, 64, tmp_path / "s.bin", max_bytes=1e9, key="k"
-    )
+    features = collect(teacher.target, [*responses[:6], long], layers, 64, tmp_path / "s.bin", max_bytes=1e9, key="k")
     assert features.left_out == 0
     for example, each in zip(features.examples, [*responses[:6], long], strict=True):
         text = [*each.prompt, *each.tokens]
@@ -282,9 +279,7 @@ class PlainEagle:
         layer, position = "layers.0.", len(self.keys)
         normed = rms(h, w[layer + "hidden_norm.weight"])
         x = torch.cat([rms(self.network.embedding[token], w[layer + "input_layernorm.weight"]), normed])
-        q, k, v = (
-            (w[f"{layer}self_attn.{name}_proj.weight"] @ x).view(-1, shape.head_dim) for name in ("q", "k", "v")
-        )
+        q, k, v = ((w[f"{layer}self_attn.{name}_proj.weight"] @ x).view(-1, shape.head_dim) for name in ("q", "k", "v"))
         self.keys.append(rotated(k, position, shape.frequencies))
         self.values.append(v)
         q = rotated(q, position, shape.frequencies)
@@ -306,7 +301,7 @@ def test_eagle_is_trained_as_it_drafts(
     teacher: Teacher, responses: list[Response], tmp_path: Path, norm_before_residual: bool
 ) -> None:
     layers = (1, 2, 3, HEAD_INPUT)
-    features, batch = whole_batch(teacher, responses[:5], layers, tmp_path / "s.bin")
+    features, batch = whole_batch(teacher, responses[:4], layers, tmp_path / "s.bin")
     vocabulary = draft_vocabulary(responses, 150, VOCAB)
     options = replace(SMALL, norm_before_residual=norm_before_residual)
     network: Any = make_network("eagle3", teacher, vocabulary, layers, options, EXACT)
@@ -335,7 +330,7 @@ def test_eagle_is_trained_as_it_drafts(
                 if at >= len(example.tokens):
                     break
                 out = plain.row(example.tokens[at], out)
-    assert checked == len(seen) > 150
+    assert checked == len(seen) > 100
 
 
 def test_rows_end_where_the_text_or_the_vocabulary_does(
@@ -394,38 +389,179 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula() -> None:
 def test_what_is_saved_drafts_as_it_was_trained(
     kind: str, teacher: Teacher, responses: list[Response], tmp_path: Path
 ) -> None:
-    # The same few texts behind slightly different prompts: a random target has nothing else to learn.
-    responses = [replace(r, prompt=(i, *r.prompt)) for r in responses if not r.temperature for i in range(40, 45)][:75]
-    options = replace(EXACT, steps=80, depth=4)
-    card = train_drafter(kind, teacher, responses, tmp_path / kind, options, SMALL, command="the command")
-    first, last = card.history[0], card.history[-1]
-    print(card.history, card.score)
-    assert last["hit"] > first["hit"]
-    assert card.score.positions > 100
-    made: Any = load_drafter(tmp_path / kind, teacher.parts, weights="fp32", kernels="torch")
-    held = [r for r in split(cut_loops(responses)[0]).held_out if r.temperature == 0]
-    tally = Tally(4)
-    made.width = 1
-    for each in held:
-        text = [*each.prompt, *each.tokens]
-        layers = made.hidden_layers
-        (output,) = teacher.target.forward(
-            [Work(teacher.target.new_sequence(), text, None, 0)], hidden_layers=layers
-        )
-        accepted = []
-        for at in range(len(each.prompt) + 1, len(text)):
-            session = made.session(text[:at], SamplingParams(max_new_tokens=9), False)
-            session.read([h[: at - 1].bfloat16().float() for h in output.hidden])
-            draft = session.propose(4)
-            stood = 0
-            while stood < len(draft) and at + stood < len(text) and draft.tokens[stood] == text[at + stood]:
-                stood += 1
-            accepted.append(stood)
-        tally.add(each.category, accepted)
-    # Weights were rounded to bfloat16, so that a few near ties fall otherwise.
-    assert tally.score().positions == card.score.positions
-    assert tally.score().tokens_per_call[-1] == pytest.approx(card.score.tokens_per_call[-1], rel=0.03)
-    assert card.score.tokens_per_call[-1] > 1.1
-    told = json.loads((tmp_path / kind / "card.json").read_text())
+    options = replace(EXACT, steps=12, depth=4)
+    card = train_drafter(kind, teacher, responses, tmp_path, options, SMALL, command="the command")
+    assert card.ended == "time is up"
+    assert card.history[-1]["hit"] > card.history[0]["hit"] / 2
+    told = json.loads((tmp_path / "card.json").read_text())
     assert told["command"] == "the command"
-    assert "the command" in (tmp_path / kind / "README.md").read_text()
+    assert told["score"]["conditional"] == list(card.score.conditional)
+    assert "the command" in (tmp_path / "README.md").read_text()
+
+    # A text that goes on as the saved drafter drafts must be one in which the network hits everything.
+    made: Any = load_drafter(tmp_path, teacher.parts, weights="fp32", kernels="torch")
+    made.width = 1
+    network: Any = trained_network(kind, teacher, responses, tmp_path)
+    total = hit = 0
+    for each in responses[:8]:
+        text = [*each.prompt, *each.tokens]
+        work = Work(teacher.target.new_sequence(), text, None, 0)
+        (output,) = teacher.target.forward([work], hidden_layers=made.hidden_layers)
+        wanted = (*output.hidden, output.hidden[0]) if kind != "mlp" else output.hidden
+        for at in range(len(each.prompt) + 1, len(text), 3):
+            session = made.session(text[:at], SamplingParams(max_new_tokens=9), False)
+            session.read([h[: at - 1] for h in output.hidden])
+            draft = session.propose(4)
+            tokens = torch.tensor([[*text[:at], *draft.tokens]])
+            states = torch.zeros(1, tokens.shape[1] - 1, len(wanted), 64)
+            states[0, : at - 1] = torch.stack([h[: at - 1] for h in wanted], 1)
+            count = torch.tensor([len(draft)])
+            hits, _ = network.replay(Batch(tokens, states, torch.tensor([at - 2]), count, ()), 4)
+            total, hit = total + len(draft), hit + int(hits[0, 0].sum())
+    assert total > 100
+    assert hit > 0.97 * total  # near ties
+
+
+def trained_network(kind: str, teacher: Teacher, responses: list[Response], folder: Path) -> Any:
+    """Return a network with the weights that a training left, rounded as they are saved."""
+    vocabulary = draft_vocabulary(split(cut_loops(responses)[0]).train, SMALL.draft_vocabulary, VOCAB)
+    layers = (HEAD_INPUT,) if kind == "mlp" else (*teacher.default_layers(), HEAD_INPUT)
+    network = make_network(kind, teacher, vocabulary, layers, SMALL, EXACT)
+    with safe_open(folder / "training" / f"{kind}.safetensors", framework="pt") as file, torch.no_grad():
+        for name, parameter in network.named_parameters():
+            parameter.copy_(file.get_tensor(f"best.{name}").bfloat16())
+    for name in ("target_head", "others"):
+        if hasattr(network, name):
+            setattr(network, name, getattr(network, name).bfloat16().float())
+    return network
+
+
+# --- the loop
+
+
+@pytest.mark.parametrize("kind", ["mlp", "eagle3", "block"])
+def test_the_loss_goes_down(kind: str, teacher: Teacher, responses: list[Response], tmp_path: Path) -> None:
+    network, features, held_out = ready(kind, teacher, responses, tmp_path)
+    options = replace(EXACT, steps=60, batch=2000)
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch(features, features.examples, torch.device("cpu"))
+    before = network.loss(batch, generator)
+    train(network, features, held_out, options, tmp_path / "state.safetensors")
+    after = network.loss(batch, generator.manual_seed(0))
+    assert after.hit > before.hit + 0.05
+    assert after.value < before.value
+
+
+def ready(kind: str, teacher: Teacher, responses: list[Response], folder: Path) -> tuple[Any, Any, Any]:
+    vocabulary = draft_vocabulary(responses, SMALL.draft_vocabulary, VOCAB)
+    layers = (HEAD_INPUT,) if kind == "mlp" else (1, 2, HEAD_INPUT)
+    greedy = [each for each in responses if each.temperature == 0]
+    network = make_network(kind, teacher, vocabulary, layers, SMALL, EXACT)
+    parts = (responses[:30], "s"), (greedy[-8:], "h")
+    features, held_out = (
+        collect(teacher.target, part, layers, 64, folder / f"{name}.bin", max_bytes=1e9, key="k")
+        for part, name in parts
+    )
+    return network, features, held_out
+
+
+def test_a_training_that_was_interrupted_goes_on_as_if_it_had_not_been(
+    teacher: Teacher, responses: list[Response], tmp_path: Path
+) -> None:
+    def run(name: str, stop: int | None = None) -> Any:
+        (tmp_path / name).mkdir(exist_ok=True)
+        network, features, held_out = ready("eagle3", teacher, responses, tmp_path / name)
+
+        def press(done: int, total: int, what: str) -> None:
+            if stop is not None and done == 1000 * stop // 12:
+                signal.raise_signal(signal.SIGINT)
+
+        state = tmp_path / name / "state.safetensors"
+        outcome = train(network, features, held_out, EXACT, state, key="k", progress=press)
+        return outcome, {name: p.detach().clone() for name, p in network.named_parameters()}
+
+    outcome, expected = run("whole")
+    assert outcome.progressed.step == 12
+    assert run("parts", stop=5)[0].why == "interrupted"
+    assert run("parts", stop=8)[0].progressed.step == 8
+    again, found = run("parts")
+    assert again.why == "time is up"
+    assert again.score == outcome.score
+    assert again.progressed.step == 12
+    for name, parameter in expected.items():
+        assert torch.equal(found[name], parameter), name
+
+
+def test_a_state_of_another_training_is_not_gone_on_with(
+    teacher: Teacher, responses: list[Response], tmp_path: Path
+) -> None:
+    network, features, held_out = ready("mlp", teacher, responses, tmp_path)
+    state = tmp_path / "state.safetensors"
+    assert train(network, features, held_out, EXACT, state, key="one").progressed.step == 12
+    assert train(network, features, held_out, EXACT, state, key="one").progressed.step == 12
+    with pytest.warns(RuntimeWarning, match="begins anew"):
+        other = train(network, features, held_out, replace(EXACT, steps=3), state, key="two")
+    assert other.progressed.step == 3
+
+
+def test_a_loss_that_is_not_a_number_ends_with_the_last_good_state(
+    teacher: Teacher, responses: list[Response], tmp_path: Path
+) -> None:
+    network, features, held_out = ready("eagle3", teacher, responses, tmp_path)
+    loss, calls = network.loss, []
+
+    def broken(batch: Any, generator: Any) -> Any:
+        calls.append(1)
+        found = loss(batch, generator)
+        return replace(found, value=found.value * math.nan) if len(calls) == 10 else found
+
+    network.loss = broken
+    outcome = train(network, features, held_out, EXACT, tmp_path / "state.safetensors")
+    assert "step 10 is not a number" in outcome.why
+    assert outcome.progressed.step == 9
+    assert all(parameter.isfinite().all() for parameter in network.parameters())
+
+
+def test_training_ends_early_where_it_gets_no_better(
+    teacher: Teacher, responses: list[Response], tmp_path: Path
+) -> None:
+    network, features, held_out = ready("mlp", teacher, responses, tmp_path)
+    options = replace(EXACT, steps=1000, evaluations=500, patience=3, learning_rate=0.0)
+    outcome = train(network, features, held_out, options, tmp_path / "state.safetensors")
+    assert outcome.why == "no better"
+    assert len(outcome.progressed.history) <= 5
+
+
+def test_a_state_that_can_not_be_written_says_so(teacher: Teacher, responses: list[Response], tmp_path: Path) -> None:
+    network, features, held_out = ready("mlp", teacher, responses, tmp_path)
+    with pytest.raises(OptionError, match=r"can't be written .*free some of the disk"):
+        train(network, features, held_out, replace(EXACT, steps=1), tmp_path / "nowhere" / "state.safetensors")
+
+
+def test_a_tally_walks_as_a_text_is_written() -> None:
+    tally = Tally(3)
+    tally.add("a", [2, 0, 0, 1, 1, 0])  # from 0: two stand, to 3; from 3: one, to 5; from 5: none
+    score = tally.score()
+    assert score.tokens_per_call == (6 / 4, 6 / 3, 6 / 3)  # with k = 1: to 2, 3, 5, 6
+    assert score.conditional == (3 / 6, 1 / 3, 0 / 1)
+    assert score.by_category == {"a": score.tokens_per_call}
+
+
+def test_a_table_is_counted_and_replayed(teacher: Teacher, responses: list[Response], tmp_path: Path) -> None:
+    card = train_drafter("table", teacher, responses, tmp_path, EXACT, SMALL)
+    drafter = load_drafter(tmp_path, teacher.parts)
+    assert drafter.name == "table"
+    assert card.score.positions > 100
+    assert 1.0 <= card.score.tokens_per_call[0] <= card.score.tokens_per_call[-1]
+    assert not (tmp_path / "training").exists()
+
+
+def test_options_that_can_not_work_are_refused(teacher: Teacher, responses: list[Response], tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="kind='x': must be one of table, mlp, eagle3, block"):
+        train_drafter("x", teacher, responses, tmp_path, EXACT)
+    with pytest.raises(OptionError, match=r"layers=1,9: must be different numbers in 0\.\.3"):
+        train_drafter("eagle3", teacher, responses, tmp_path, EXACT, replace(SMALL, layers=(1, 9)))
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(OptionError, match="can't be made"):
+        train_drafter("eagle3", teacher, responses, file, EXACT)

@@ -19,7 +19,7 @@ draft_vocab_size, m layers read, r any rank):
     fc.weight [H, m * target's hidden_size], hidden_norm.weight [H]: the context feature
     mask_embedding [H]
     layers.0.*: a llama or qwen3 layer; input_layernorm for rows of the block only
-    norm.weight [H], lm_head.weight [D, H]; d2t int64 [D]: target id = i + d2t[i], if D < V
+    norm.weight [H], lm_head.weight [D, H] (the target's if left out); d2t int64 [D]: target id = i + d2t[i], if D < V
     markov.w1 [V, r], markov.w2 [r, D]: optional
     confidence.weight [H + r], confidence.bias [1]: optional
     embed_tokens.weight [V, H]: optional, else the target's
@@ -46,6 +46,7 @@ from sakiyomi.drafters.trained import (
     TargetParts,
     check_fit,
     draft_vocabulary,
+    head,
     hidden_layer_ids,
     layer_config,
 )
@@ -300,7 +301,7 @@ def make_model(
             hidden_norm=vector("hidden_norm.weight", hidden),
             mask=vector("mask_embedding", hidden),
             input_norm=vector("layers.0.input_layernorm.weight", hidden),
-            layers=make_layers(how, decoder, [layer], norm, read.table("lm_head.weight", size, hidden)),
+            layers=make_layers(how, decoder, [layer], norm, head(folder, read, size, names, hidden, parts)),
             norm=norm,
             names=names,
             device=how.device,

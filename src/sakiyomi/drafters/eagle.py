@@ -29,6 +29,7 @@ from sakiyomi.drafters.trained import (
     TargetParts,
     check_fit,
     draft_vocabulary,
+    head,
     hidden_layer_ids,
     layer_config,
 )
@@ -290,9 +291,6 @@ def _third(
         state_norms = (vector("input_norm", len(layers) * source),)
     elif options.get("fc_norm"):
         state_norms = tuple(vector(f"fc_norm.{i}", source) for i in range(len(layers)))
-    own_head = "lm_head.weight" in read
-    if not own_head and (size != parts.vocab_size or hidden != parts.hidden_size):
-        raise CorruptModelError(f"{folder}: the weights lack 'lm_head.weight', and the target's head doesn't fit")
     norm = read.norm("norm.weight", hidden)
     return EagleModel(
         name="eagle3",
@@ -301,9 +299,7 @@ def _third(
         eps=decoder.norm_eps,
         embed=_embedding(folder, read, decoder, parts, how),
         fc=_fc(read, hidden, len(layers) * source, how),
-        layers=make_layers(
-            how, decoder, [weights], norm, read.table("lm_head.weight", size, hidden) if own_head else parts.head
-        ),
+        layers=make_layers(how, decoder, [weights], norm, head(folder, read, size, names, hidden, parts)),
         names=names,
         device=how.device,
         attention_norms=(vector(prefix + "input_layernorm", hidden), vector(prefix + "hidden_norm", hidden)),

@@ -24,7 +24,7 @@ from sakiyomi.drafters.tree import Choosing, Expand, grow
 from sakiyomi.errors import CorruptModelError, OptionError
 from sakiyomi.interfaces import Costs, Draft, Drafter, GoOn, TargetSequence, always
 from sakiyomi.sampling import SamplingParams
-from sakiyomi.targets.decoder import DecoderConfig
+from sakiyomi.targets.decoder import DecoderConfig, Reader
 
 DraftWeights = Literal["auto", "int8", "bf16", "fp32"]
 
@@ -73,7 +73,7 @@ def load_drafter(
     if name == "table":
         from sakiyomi.drafters.table import Table, TableDrafter
 
-        return TableDrafter(Table.load(folder / "table.safetensors"))
+        return TableDrafter(Table.load(folder / "table.safetensors", parts.tokenizer), vocab_size=parts.vocab_size)
     if name == "mlp":
         from sakiyomi.drafters import mlp
 
@@ -176,6 +176,18 @@ def draft_vocabulary(
     if names.min() < 0 or names.max() >= vocab_size or np.unique(names).size < size:
         raise CorruptModelError(f"{folder}: 'd2t' must lead to different tokens in 0..{vocab_size - 1}")
     return size, None if size == vocab_size and (names == np.arange(size)).all() else names
+
+
+def head(folder: Path, read: Reader, size: int, names: Ids | None, hidden: int, parts: TargetParts) -> torch.Tensor:
+    """Return a drafter's head [size, hidden]: its own, or where it has none, those rows of the target's.
+
+    Raises CorruptModelError.
+    """
+    if "lm_head.weight" in read:
+        return read.table("lm_head.weight", size, hidden)
+    if hidden != parts.hidden_size:
+        raise CorruptModelError(f"{folder}: the weights lack 'lm_head.weight', and the target's head doesn't fit")
+    return parts.head if names is None else parts.head[torch.from_numpy(names)]
 
 
 class Embedding:
@@ -374,6 +386,7 @@ def save_eagle3(
 
     ``tensors``: fc.weight [H, layers * H]; layers.0.* (input_layernorm, hidden_norm, post_attention_layernorm,
     self_attn.{q,k,v,o}_proj, mlp.{gate,up,down}_proj); norm.weight; lm_head.weight [D, H]; perhaps embed_tokens.weight.
+    Without lm_head.weight the head is the target's own; vLLM can't load that.
     ``layer_config``: a complete llama or qwen3 configuration, with the target's vocab_size. ``verifier``: the target's
     hub id; vLLM takes no local path. ``draft_ids``: the D target tokens that the head's rows stand for, ascending; None
     for all, in their order. Raises OptionError for what doesn't fit or can't be written.
@@ -398,7 +411,7 @@ def save_eagle3(
             "verifier": {"name_or_path": verifier, "architectures": list(verifier_architectures)},
         },
         "transformer_layer_config": dict(layer_config),
-        "draft_vocab_size": tensors["lm_head.weight"].shape[0],
+        "draft_vocab_size": vocab_size if draft_ids is None else len(draft_ids),
         "target_hidden_size": None,
         "eagle_aux_hidden_state_layer_ids": list(hidden_layers),
         "norm_before_residual": norm_before_residual,
@@ -427,13 +440,14 @@ def save_block(
     ascending; None for all, in their order. ``confidence_temperatures``: for each position of the block.
     Raises OptionError for what doesn't fit or can't be written.
     """
-    contents = _with_vocabulary(tensors, draft_ids, layer_config["vocab_size"])
+    vocab_size = layer_config["vocab_size"]
+    contents = _with_vocabulary(tensors, draft_ids, vocab_size)
     config = {
         "model_type": "sakiyomi-block",
         "version": 1,
         "verifier": verifier,
         "transformer_layer_config": dict(layer_config),
-        "draft_vocab_size": tensors["lm_head.weight"].shape[0],
+        "draft_vocab_size": vocab_size if draft_ids is None else len(draft_ids),
         "hidden_layers": list(hidden_layers),
         "block_size": block_size,
         "confidence_temperatures": None if confidence_temperatures is None else list(confidence_temperatures),
@@ -445,17 +459,15 @@ def _with_vocabulary(
     tensors: Mapping[str, torch.Tensor], draft_ids: Sequence[int] | None, vocab_size: int
 ) -> dict[str, torch.Tensor]:
     """Return tensors with d2t, int64 [D], and t2d, bool [vocab_size], where the vocabulary is reduced."""
-    size = tensors["lm_head.weight"].shape[0]
     contents = dict(tensors)
+    size = vocab_size if draft_ids is None else len(draft_ids)
+    if "lm_head.weight" in tensors and (rows := tensors["lm_head.weight"].shape[0]) != size:
+        raise OptionError(f"draft_ids: {size} tokens for a head of {rows} rows; name the token of each row")
     if draft_ids is None:
-        if size != vocab_size:
-            raise OptionError(
-                f"draft_ids=None: lm_head.weight has {size} rows for {vocab_size} tokens; name its tokens"
-            )
         return contents
     ids = torch.as_tensor(draft_ids, dtype=torch.int64)
-    if ids.shape != (size,) or (ids[1:] <= ids[:-1]).any() or not 0 <= int(ids[0]) <= int(ids[-1]) < vocab_size:
-        raise OptionError(f"draft_ids: must be {size} different tokens in 0..{vocab_size - 1}, ascending")
+    if (ids[1:] <= ids[:-1]).any() or not 0 <= int(ids[0]) <= int(ids[-1]) < vocab_size:
+        raise OptionError(f"draft_ids: must be different tokens in 0..{vocab_size - 1}, ascending")
     contents["d2t"] = ids - torch.arange(size)
     contents["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     return contents

@@ -26,7 +26,8 @@ class Projection:
 
 @dataclass(frozen=True)
 class Card:
-    """The card of a drafter; see :meth:`write`. ``facts``: of its network. ``history``: evaluations as it was trained."""
+    """The card of a drafter; see :meth:`write`. ``facts``: of its network. ``history``: evaluations as it was
+    trained."""
 
     kind: str
     model: str

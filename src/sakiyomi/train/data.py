@@ -101,9 +101,10 @@ def generate_responses(
 ) -> list[Response]:
     """Have the target answer the prompts, and return its responses with those that the file has already.
 
-    About half of the prompts are answered greedily, the others at one of several temperatures. Each response is appended
-    to the file as it ends, so that an interrupted run goes on where it was: which prompts, temperatures and seeds there
-    are depends on the arguments alone. Prompts that are too long for the target are left out. ``minutes``: stop then.
+    About half of the prompts are answered greedily, the others at one of several temperatures. Each response is
+    appended to the file as it ends, so that an interrupted run goes on where it was: which prompts, temperatures and
+    seeds there are depends on the arguments alone. Prompts that are too long for the target are left out. ``minutes``:
+    stop then.
     """
     import time
 

@@ -1,7 +1,7 @@
 """The networks that draft, as they are trained: all positions of many texts at once.
 
-What each draws at inference is told in :mod:`sakiyomi.drafters.eagle`, ``mlp`` and ``block``; the names of parameters are
-those of the files that these load.
+What each draws at inference is told in :mod:`sakiyomi.drafters.eagle`, ``mlp`` and ``block``; the names of parameters
+are those of the files that these load.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Step:
 class DraftLoss(torch.autograd.Function):
     """The loss of draft logits q against the target's distributions p: a mean of KL and total variation.
 
-    KL counts exp(-3 acceptance), where acceptance is the sum of min(p, q): first it has the network learn what is likely
-    at all, then total variation what is accepted. Logits and their gradients are made some rows at a time and never
-    kept: they would be most of the memory, and to move them most of the time.
+    KL counts exp(-3 acceptance), where acceptance is the sum of min(p, q): first it has the network learn what is
+    likely at all, then total variation what is accepted. Logits and their gradients are made some rows at a time and
+    never kept: they would be most of the memory, and to move them most of the time.
     """
 
     @staticmethod
@@ -127,8 +127,8 @@ class DraftNetwork(nn.Module):
 
     ``embedding``: [vocab_size, hidden_size]; ``target_head``: [draft vocabulary, hidden_size], the rows of the target's
     head; ``to_draft``: int64 [vocab_size], the ids of the draft vocabulary, -1 for tokens that it lacks. ``steps``: how
-    many are trained; ``decay``: how much less each counts than the one before it; ``stray``: the share of drafts that go
-    on after a miss.
+    many are trained; ``decay``: how much less each counts than the one before it; ``stray``: the share of drafts that
+    go on after a miss.
     """
 
     embedding: torch.Tensor
@@ -160,8 +160,8 @@ class DraftNetwork(nn.Module):
     def loss(self, batch: Batch, generator: torch.Generator) -> Loss:
         """Return the loss of a batch, the mean over its positions.
 
-        A draft goes on where its token stands, since what comes after a miss changes nothing; and after a few misses, so
-        that a network that hits little learns its later steps too. ``generator`` says which.
+        A draft goes on where its token stands, since what comes after a miss changes nothing; and after a few misses,
+        so that a network that hits little learns its later steps too. ``generator`` says which.
         """
         targets = self._targets(batch)
         total, first, index = torch.zeros((), device=batch.tokens.device), 0.0, 0
@@ -250,8 +250,8 @@ def _following(steps: Steps, going: torch.Tensor) -> Step | None:
 class _Rows:
     """The positions of a batch that drafts still go on from: [examples, rows], padded.
 
-    ``row``: the position, counted from the first that is drafted from; ``at``: the token whose states are the last known
-    there; ``valid``: whether it is one, and no padding.
+    ``row``: the position, counted from the first that is drafted from; ``at``: the token whose states are the last
+    known there; ``valid``: whether it is one, and no padding.
     """
 
     def __init__(self, batch: Batch, to_draft: torch.Tensor, steps: int) -> None:
@@ -368,8 +368,8 @@ def attend(
 ) -> torch.Tensor:
     """Attend from rows to the keys up to ``at``, and to those of their own draft.
 
-    ``q``: [examples, rows, heads, head_dim]; ``keys``, ``values``: [examples, length, kv_heads, head_dim]; ``at``: int64
-    [examples, rows]; ``own``: keys and values of each step so far, [examples, rows, kv_heads, head_dim]. Returns
+    ``q``: [examples, rows, heads, head_dim]; ``keys``, ``values``: [examples, length, kv_heads, head_dim]; ``at``:
+    int64 [examples, rows]; ``own``: keys and values of each step so far, [examples, rows, kv_heads, head_dim]. Returns
     [examples, rows, heads * head_dim].
     """
     examples, rows, heads, head_dim = q.shape
@@ -437,9 +437,9 @@ class Layer(nn.Module):
 class Eagle3(DraftNetwork):
     """EAGLE-3: one layer that reads the target's states at first, and its own outputs further on.
 
-    The row of position t has the token t + 1 and the states of t, and drafts the token t + 2; at each further step it has
-    the token behind that one, and its own output in place of the states. A step's attention sees the rows of the text up
-    to t, and those of its own draft: what it sees when it drafts.
+    The row of position t has the token t + 1 and the states of t, and drafts the token t + 2; at each further step it
+    has the token behind that one, and its own output in place of the states. A step's attention sees the rows of the
+    text up to t, and those of its own draft: what it sees when it drafts.
     """
 
     def __init__(self, shape: LayerShape, states: int, *, norm_before_residual: bool = True, **network: Any) -> None:
@@ -482,7 +482,8 @@ class Eagle3(DraftNetwork):
 
     @torch.no_grad()
     def start(self, layer: Mapping[str, torch.Tensor], norm: torch.Tensor | None, generator: torch.Generator) -> None:
-        """Begin from the target's last layer, where shapes allow: it reads the last of the states as that layer does."""
+        """Begin from the target's last layer, where shapes allow: it reads the last of the states as that layer
+        does."""
         hidden = self.shape.hidden
         _randomise(self, generator)
         self.fc.weight[:, -hidden:] += torch.eye(hidden)
@@ -567,8 +568,8 @@ class Mlp(DraftNetwork):
 class Block(DraftNetwork):
     """A block drafter: one layer, whose rows of one block are computed together.
 
-    Row j of the block of position t stands at t + 1 + j and drafts the token t + 2 + j. Its attention sees the context up
-    to t and the rows of the block up to itself.
+    Row j of the block of position t stands at t + 1 + j and drafts the token t + 2 + j. Its attention sees the context
+    up to t and the rows of the block up to itself.
     """
 
     def __init__(self, shape: LayerShape, states: int, *, block_size: int, rank: int = 64, **network: Any) -> None:

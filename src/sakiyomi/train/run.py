@@ -45,9 +45,10 @@ class DrafterOptions:
     """What to train. Each kind has its own: what doesn't concern it is not looked at.
 
     ``draft_vocabulary``: how many tokens it can propose. ``layers``: whose states it reads; None is EAGLE-3's choice.
-    ``unroll``: steps of a draft that are trained; ``decay``: how much less each counts than the one before it; ``stray``:
-    the share of drafts that are gone on with after a miss. ``inner``: the width of an MLP speculator, ``n_predict``: its
-    steps. ``block_size``: tokens of a block, ``rank``: of its Markov head. ``order``: of a table's n-grams.
+    ``unroll``: steps of a draft that are trained; ``decay``: how much less each counts than the one before it;
+    ``stray``: the share of drafts that are gone on with after a miss. ``inner``: the width of an MLP speculator,
+    ``n_predict``: its steps. ``block_size``: tokens of a block, ``rank``: of its Markov head. ``order``: of a table's
+    n-grams.
     """
 
     draft_vocabulary: int = 8192
@@ -88,8 +89,9 @@ def train_drafter(
         raise OptionError(f"kind={kind!r}: must be one of {', '.join(KINDS)}")
     work = work or folder / "training"
     try:
-        work.mkdir(parents=True, exist_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
+        if kind != "table":
+            work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OptionError(f"{error.filename}: can't be made ({error.strerror}); name another folder") from None
     began = time.monotonic()

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -29,11 +30,11 @@ MICRO_BATCH = 2048  # positions computed at a time; more take more memory and no
 class TrainOptions:
     """How to train.
 
-    ``minutes``: for how long; ``steps``: how many steps of the optimiser, in place of that. ``batch``: positions for one
-    step. ``learning_rate``: the highest, after the share ``warm_up`` of the time; from there it falls along a cosine.
-    ``average``: the decay of the moving average of parameters, which is what is evaluated and saved; 0 for none.
-    ``evaluations``: how many times the held-out texts are replayed; after ``patience`` of them without gain it ends.
-    ``depth``: of the drafts that are replayed. ``held_out_positions``: that are replayed as training goes.
+    ``minutes``: for how long; ``steps``: how many steps of the optimiser, in place of that. ``batch``: positions for
+    one step. ``learning_rate``: the highest, after the share ``warm_up`` of the time; from there it falls along a
+    cosine. ``average``: the decay of the moving average of parameters, which is what is evaluated and saved; 0 for
+    none. ``evaluations``: how many times the held-out texts are replayed; after ``patience`` of them without gain it
+    ends. ``depth``: of the drafts that are replayed. ``held_out_positions``: that are replayed as training goes.
     """
 
     minutes: float = 30.0
@@ -167,8 +168,8 @@ def train(
 ) -> Outcome:
     """Train a network until the time is over, it gets no better, or Ctrl-C; it has its best parameters then.
 
-    ``state``: a file that is written about every two minutes and in the end, and gone on with where ``key`` is the same.
-    ``report`` is given each evaluation. Raises OptionError where the state can't be written.
+    ``state``: a file that is written about every two minutes and in the end, and gone on with where ``key`` is the
+    same. ``report`` is given each evaluation. Raises OptionError where the state can't be written.
     """
     return _Training(network, features, held_out, options, state, key, progress, report).run()
 
@@ -362,6 +363,11 @@ class _Training:
             facts = file.metadata() or {}
             names = set(file.keys())
             if facts.get("key") != self._key or not all(f"now.{name}" in names for name in self._parameters):
+                warnings.warn(
+                    f"{self._state} is of a training with other data or options: this one begins anew",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
                 return
             self._at = Progressed(**json.loads(facts["progress"]))
             # The budget may be another one now.
