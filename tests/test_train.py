@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import VOCAB, byte_tokenizer, make_reference, make_target
 from safetensors import safe_open
 
+from conftest import VOCAB, byte_tokenizer, make_reference, make_target
 from sakiyomi.bench.workload import Prompt
 from sakiyomi.drafters.trained import TargetParts, load_drafter
 from sakiyomi.errors import OptionError
@@ -108,7 +108,7 @@ def test_prompts_are_held_out_with_all_of_their_responses() -> None:
     assert len(found.train) + len(found.held_out) == len(answers)
     assert split(answers, seed=1) == found
     assert len({each.prompt for each in split(answers[:240]).held_out}) == 20  # at least
-    with pytest.raises(OptionError, match="39 different prompts .* at least 40 are needed"):
+    with pytest.raises(OptionError, match=r"39 different prompts .* at least 40 are needed"):
         split(answers[: 39 * 3])
 
 

@@ -14,6 +14,7 @@ depend on it.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -166,9 +167,19 @@ class Experience:
         self.acceptance = Acceptance()
         self.call_s: float | None = None
         self.worth = _FIRST_WORTH
+        self._added = list(_FIRST_ADDED)
         self.budget = 2
         self.idle_s = 0.0
         self.failures = 0
+
+    def added(self, value: float) -> float:
+        """Return what share of its outlook a proposal adds to a draft that is worth ``value`` without it."""
+        return self._added[bisect_right(_VALUES, value)]
+
+    def add(self, value: float, share: float) -> None:
+        """Take note of what a proposal added."""
+        place = bisect_right(_VALUES, value)
+        self._added[place] += _RECENT_ADDED * (min(max(share, 0.0), _MOST_ADDED) - self._added[place])
 
 
 class Ledger:
@@ -302,20 +313,23 @@ class AdaptiveSession:
         plan = tree.plan(prices)
         for member in costly if self._rounds > 1 else ():  # the first token shouldn't wait for a model to read
             times = _DraftTimes.of(member, context)
-            asked = limit
-            if _outlook(member, times, prices, limit, left) <= max(_LEAST, _OVERLAP * plan.value):
+            outlook = _outlook(member, times, prices, limit, left)
+            added = member.experience.added(plan.value)
+            if added * outlook.tokens - outlook.price <= _LEAST:
                 cost_s = times.first + times.once / 4 + prices.seconds[1]  # what is read once is read
                 if cost_s > member.stake_s or not member.may_probe(cost_s):
                     continue
-                if plan.draft or _outlook(member, times, prices, limit, left, surely=True) <= 0:
+                best = _outlook(member, times, prices, limit, left, surely=True)
+                if best.tokens <= best.price:
                     continue
-                asked = 1
-            draft = _ask_costly(member, asked, times, prices, context)
+            draft = _ask_costly(member, limit, times, prices, context)
             self._proposed(member, draft, tree)
             if draft.distributions is not None:  # a sample: how much of it to check was decided as it was drawn
                 plan = _Plan(draft, 0.0, ((member,),) * len(draft))
                 break
-            plan = tree.plan(prices)
+            before, plan = plan.value, tree.plan(prices)
+            if outlook.tokens > _LEAST:
+                member.experience.add(before, (plan.value - before) / outlook.tokens)
         for member, _ in self._proposals:
             member.brought(plan.worth.get(member, 0.0))
         self._plan = plan
@@ -383,7 +397,8 @@ class AdaptiveSession:
 
 _MARGIN = 1.05  # estimates are noisy, and what is chosen looks better than it is
 _LEAST = 0.02  # a draft worth fewer tokens isn't checked: estimates are no better
-_OVERLAP = 0.5  # of what is worth checking already, what another drafter proposes again
+_VALUES = (0.1, 0.4, 0.8, 1.5)  # bounds of what a draft is worth without another drafter
+_FIRST_ADDED, _RECENT_ADDED, _MOST_ADDED = (1.0, 0.7, 0.5, 0.4, 0.3), 0.1, 3.0
 _CHEAP = 0.02  # a drafter whose proposals take less than the time of so many tokens is asked in every round
 _RECENT = 0.95
 _FIRST_WORTH, _RECENT_WORTH = 0.5, 0.03
@@ -444,30 +459,39 @@ class _DraftTimes:
         return cls(first, costs.seconds(1, context), costs.seconds(max(1, unread), context) - first)
 
 
+@dataclass(frozen=True, slots=True)
+class _Outlook:
+    """What to expect of a costly drafter: tokens, beyond what their rows would bring otherwise, and their price."""
+
+    tokens: float = 0.0
+    price: float = 0.0
+
+
 def _outlook(
     member: _Member, times: _DraftTimes, prices: _Prices, limit: int, left: int, *, surely: bool = False
-) -> float:
-    """Return the value to expect of asking a costly drafter, before anything is known of its draft.
+) -> _Outlook:
+    """Return what to expect of asking a costly drafter, before anything is known of its draft.
 
     ``surely``: if all that it drafts stood.
     """
     horizon = min(left, _HORIZON)
     if times.once > member.stake_s + _READING * horizon * prices.token_s:
-        return 0.0
+        return _Outlook()
     survival, tokens, spent = 1.0, 1.0, 0.0
-    value = best = 0.0
-    rounds = 1.0
+    gain = price = 0.0
+    best, rounds = _Outlook(), 1.0
     for count in range(1, limit + 1):
         survival *= 1.0 if surely else member.average(count)
-        seconds = (times.next if count > 1 else times.first) + prices.seconds[count] - prices.seconds[count - 1]
-        value += survival - prices.price(seconds, tokens, spent)
+        own_s, rows_s = times.next if count > 1 else times.first, prices.seconds[count] - prices.seconds[count - 1]
+        gain += survival - prices.price(rows_s, tokens, spent)
+        price += prices.price(own_s, tokens, spent)
         tokens += survival
-        spent += seconds
+        spent += own_s + rows_s
         if spent > member.stake_s:
             break
-        if value > best:
-            best, rounds = value, max(1.0, horizon / tokens)
-    return best - prices.rate * times.once / rounds
+        if gain - price > best.tokens - best.price or not best.price:
+            best, rounds = _Outlook(gain, price), max(1.0, horizon / tokens)
+    return _Outlook(best.tokens, best.price + prices.rate * times.once / rounds)
 
 
 class _Stop:

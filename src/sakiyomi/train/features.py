@@ -104,8 +104,8 @@ def collect(
                     file.write(states.view(torch.int16).numpy().tobytes())
     except OSError as error:
         raise OptionError(
-            f"{path}: can't be written ({error.strerror}); what is there is kept: free {row * row_bytes / 1e9:.1f} GB in "
-            "all and start again, or start again with a lower --disk"
+            f"{path}: can't be written ({error.strerror}); what is there is kept: make room for "
+            f"{row * row_bytes / 1e9:.1f} GB in all and start again, or start again with a lower --disk"
         ) from error
     progress(len(examples), len(examples), "states")
     values = torch.from_file(str(path), shared=False, size=row * len(layers) * hidden, dtype=torch.bfloat16)
