@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from conftest import KERNELS, VOCAB, make_reference, make_target
 from sakiyomi import core
 from sakiyomi.costs import CostTable, ModelCosts
-from sakiyomi.drafters.block import BlockDrafter, make_model
+from sakiyomi.drafters.block import BlockDrafter, BlockModel, make_model
 from sakiyomi.drafters.model import ALTERNATIVE
 from sakiyomi.drafters.trained import TargetParts, load_drafter, save_block
 from sakiyomi.errors import CorruptModelError, OptionError, UnsupportedModelError
@@ -249,17 +249,33 @@ def test_one_forward_for_a_draft(target, parts, monkeypatch):
     assert rows == [(128, 0), (128, 0), (43 + 2, 2)]
 
 
-def test_it_stops_where_it_is_told_to(target, parts):
+def test_nobody_is_asked_what_is_computed_anyway(target, parts):
+    """One forward drafts them all, and says so: the policy prices it as one."""
     made = Made("full", parts)
     heard: list[float] = []
+    draft = begun(made.drafter(), target, PROMPT).propose(6, lambda confidence: bool(heard.append(confidence)))
+    assert not heard
+    assert len(main_path(draft)) == 6
+    assert (made.drafter().at_once, made.drafter(max_nodes=4).at_once) == (SIZE, 4)
 
-    def go_on(confidence: float) -> bool:
-        heard.append(confidence)
-        return len(heard) < 3
 
-    draft = begun(made.drafter(), target, PROMPT).propose(6, go_on)
-    assert heard == [draft.confidences[i] for i in main_path(draft)]
-    assert len(heard) == 3
+def test_what_is_measured_is_a_whole_draft(parts, monkeypatch):
+    """Rows beyond a block are of the context; choosing goes along the block, for a level at each position."""
+    drafter = Made("full", parts).drafter()
+    chosen: list[int] = []
+    following = drafter.model.following
+    monkeypatch.setattr(
+        BlockModel, "following", lambda model, logits, tokens: chosen.append(len(tokens)) or following(logits, tokens)
+    )
+    for rows, expected in ((1, [1]), (3, [1, 4, 4]), (64, [1] + [4] * (SIZE - 1))):
+        chosen.clear()
+        drafter._run(rows)
+        assert chosen == expected
+
+
+def test_it_stops_where_it_is_told_to(target, parts):
+    made = Made("full", parts)
+    draft = begun(made.drafter(), target, PROMPT).propose(6)
     first = draft.tokens[0]
     assert len(main_path(begun(made.drafter(eos_ids=frozenset([first])), target, PROMPT).propose(6))) == 1
     assert len(begun(made.drafter(max_nodes=2), target, PROMPT).propose(6)) == 2
@@ -343,10 +359,9 @@ def test_the_end_of_the_context(target, parts):
     ids = [i % VOCAB for i in range(20)]
     assert len(main_path(begun(drafter, target, ids[:14]).propose(20))) == 3
     assert len(main_path(begun(drafter, target, ids[:16]).propose(20))) == 1
-    session = begun(drafter, target, ids[:17])
-    assert session.unread == 0
     with pytest.warns(RuntimeWarning, match="17 tokens has outgrown the block drafter's context of 16"):
-        assert not session.propose(5)
+        session = begun(drafter, target, ids[:17])
+    assert not session.propose(5)
     session.read([torch.zeros(1, HIDDEN)] * 2)
     assert (session.unread, session._states.count) == (0, 0)
     assert not begun(drafter, target, ids).propose(5)  # and no second warning, which would be an error here
@@ -407,7 +422,14 @@ def test_what_doesnt_fit_is_named(parts, tmp_path):
     refused(UnsupportedModelError, "version 2 of block drafters", version=2)
     refused(CorruptModelError, "transformer_layer_config must be", transformer_layer_config=None)
     refused(CorruptModelError, "block_size 0", block_size=0)
-    refused(CorruptModelError, "confidence_temperatures must be 6 numbers", confidence_temperatures=[1.0])
+    for wrong in ([1.0], 5, "123456", [], [1, 1, 1, 1, 1, "1"], [1, 1, 1, 1, 1, math.inf]):
+        refused(CorruptModelError, "confidence_temperatures must be 6 numbers", confidence_temperatures=wrong)
+    refused(CorruptModelError, "block_size 'six' must be a whole number", block_size="six")
+    refused(CorruptModelError, r"model_type \['sakiyomi-block'\] must be a text", model_type=["sakiyomi-block"])
+    refused(CorruptModelError, "makes no sense", transformer_layer_config={**LAYER, "rope_scaling": 5})
+    refused(CorruptModelError, "don't fit together", transformer_layer_config={**LAYER, "num_attention_heads": 0})
+    refused(CorruptModelError, r"'markov.w1' has shape \[\]", **{"markov.w1": torch.tensor(1.0)})
+    refused(CorruptModelError, r"'markov.w1' has shape \[320\]", **{"markov.w1": torch.zeros(VOCAB)})
     refused(UnsupportedModelError, "2 layers", transformer_layer_config={**LAYER, "num_hidden_layers": 2})
     refused(OptionError, "of vocab_size 300", transformer_layer_config={**LAYER, "vocab_size": 300})
     refused(OptionError, "of hidden_size 32", transformer_layer_config={**LAYER, "hidden_size": 32})

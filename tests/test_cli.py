@@ -1327,3 +1327,16 @@ def test_a_missing_core_is_told_in_one_line(monkeypatch, tmp_path):
     monkeypatch.setenv("SAKIYOMI_KERNELS", "torch")  # chosen, so there is nothing to tell
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("command", ["generate x", "bench", "verify"])
+@pytest.mark.parametrize("drafter", ["ngram", "none"])
+def test_a_trained_drafter_that_no_option_uses_is_told(monkeypatch, capsys, tmp_path, command, drafter):
+    (tmp_path / "config.json").write_text('{"model_type": "sakiyomi-table"}')
+    arguments = [*command.split(), "-d", drafter, "--trained", str(tmp_path)]
+    status, out, err = main(monkeypatch, capsys, *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    expected = f"--trained {tmp_path}: --drafter {drafter} goes without; add +table to it"
+    if drafter == "none" and command != "generate x":
+        expected = "drafter='none': must name a drafter"
+    assert expected in err

@@ -8,7 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from conftest import VOCAB, byte_tokenizer
+import test_block
+import test_eagle
+import test_medusa
+import test_mlp
+from conftest import VOCAB, byte_tokenizer, make_reference
 from sakiyomi import core, drafters
 from sakiyomi.audit.chance import Counts, by_place
 from sakiyomi.distribution import Distribution
@@ -19,7 +23,7 @@ from sakiyomi.drafters.table import TableDrafter, build_table
 from sakiyomi.drafting import Source, depth, first_path
 from sakiyomi.engine import Engine
 from sakiyomi.errors import OptionError
-from sakiyomi.interfaces import Draft, Drafter, Target
+from sakiyomi.interfaces import Draft, Drafter, Target, Work
 from sakiyomi.policy import FixedPolicy
 from sakiyomi.sampling import SamplingParams
 
@@ -101,18 +105,46 @@ def with_models(target: Target) -> dict[str, Drafter]:
     return {
         **{name: make() for name, make in DRAFTERS.items()},
         "table": TableDrafter(build_table([PROMPT * 4], vocab_size=VOCAB, max_bytes=10**6)),
+        **trained(),
         "model": ModelDrafter(target, VOCAB, branches=3),
         "model, common tokens": CommonDrafter(target, texts, texts, VOCAB, branches=3),
         "model, text": TextDrafter(target, texts, texts, VOCAB),
     }
 
 
-def drawn(drafter: Drafter, said: Callable[[Draft], Draft] = lambda draft: draft) -> dict[str, Counts]:
+TRAINED = ("mlp", "medusa", "eagle", "block")
+
+
+def trained() -> dict[str, Drafter]:
+    """Return drafters with random weights that read the target's states."""
+    parts = test_eagle.parts_of(make_reference("llama", num_hidden_layers=2))
+    block = test_block.Made("full", parts)
+    block.hidden_layers = (1, 2)
+    config = test_mlp.CONFIGS["plain"]
+    return {
+        "mlp": test_mlp.drafter(config, test_mlp.tensors(config)),
+        "medusa": test_medusa.drafter(test_medusa.random_heads()),
+        "eagle": test_eagle.Made("first", parts).drafter(),
+        "block": block.drafter(),
+    }
+
+
+def begun(drafter: Drafter, target: Target, params: SamplingParams, sampled: bool) -> Source:
+    """Return a drafter at work on PROMPT, with what it reads of it."""
+    source = Source(drafter, PROMPT, params, VOCAB, sampled, lambda: target.hidden_layers)
+    layers = source.hidden_layers
+    if layers:
+        (output,) = target.forward([Work(target.new_sequence(), PROMPT[:-1])], hidden_layers=layers)
+        source.read(dict(zip(layers, output.hidden, strict=True)))
+    return source
+
+
+def drawn(drafter: Drafter, target: Target, said: Callable[[Draft], Draft] = lambda draft: draft) -> dict[str, Counts]:
     """Return what a drafter draws with many seeds against what it says, by place; nothing for one that says nothing."""
     places: dict[str, Counts] = defaultdict(lambda: Counts(by_place))
     for seed in range(400):
         params = SamplingParams(temperature=1.2, top_k=12, seed=seed)
-        source = Source(drafter, PROMPT, params, VOCAB, True)
+        source = begun(drafter, target, params, True)
         draft = source.propose(2)
         assert source.error is None
         assert (draft.distributions is not None) == (source.sampled and len(draft) > 0)
@@ -127,11 +159,26 @@ def drawn(drafter: Drafter, said: Callable[[Draft], Draft] = lambda draft: draft
 
 
 @needs_core
-@pytest.mark.parametrize("name", [*DRAFTERS, "table", "model", "model, common tokens", "model, text"])
+@pytest.mark.parametrize("name", ["mlp", "medusa", "eagle", "block", "model", "model, common tokens", "model, text"])
+def test_noise_is_the_drafters_own_where_something_is_sampled(llama, name):
+    """Else what it draws, and how sure it is of that, would tell a policy what the target will choose."""
+    drafter = with_models(llama)[name]
+    ours, own = (
+        [begun(drafter, llama, SamplingParams(temperature=1.2, seed=seed), sampled).propose(2) for seed in range(9)]
+        for sampled in (False, True)
+    )
+    assert all(ours)
+    assert all(own)
+    same = sum(one.tokens[:1] == other.tokens[:1] for one, other in zip(ours, own, strict=True))
+    assert same < 7
+
+
+@needs_core
+@pytest.mark.parametrize("name", [*DRAFTERS, "table", *TRAINED, "model", "model, common tokens", "model, text"])
 def test_every_drafter_draws_from_what_it_says(llama, name):
     """Rejection and block rest on it: a distribution that isn't the one that was drawn from changes the text."""
     drafter = with_models(llama)[name]
-    places = drawn(drafter)
+    places = drawn(drafter, llama)
     assert set(places) == ({"first", "second", "first sibling", "second sibling"} if name in SAMPLING else set())
     for place, counts in places.items():
         test = counts.test()
@@ -158,5 +205,5 @@ def surest(draft: Draft) -> Draft:
 @pytest.mark.parametrize("lie", [sharper, likeliest, surest])
 def test_a_drafter_that_draws_from_something_else_is_caught(llama, lie):
     """The control of the test above: another temperature, the argmax as a sample, unsure drafts withheld."""
-    places = drawn(with_models(llama)["model"], lie)
+    places = drawn(with_models(llama)["model"], llama, lie)
     assert min(counts.test().p_value for counts in places.values()) < 1e-6

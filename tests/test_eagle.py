@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from conftest import KERNELS, VOCAB, make_reference, make_target
 from sakiyomi import core
 from sakiyomi.costs import CostTable, ModelCosts, measure_rows
+from sakiyomi.drafters import trained
 from sakiyomi.drafters.eagle import EagleDrafter, make_model
 from sakiyomi.drafters.trained import TargetParts, load_drafter, save_eagle3
 from sakiyomi.drafters.trained import kind as kind_of
@@ -527,11 +528,14 @@ def test_the_end_of_the_context(target, parts):
     session.read([state[9:15] for state in states])
     session.observe(ids[10:16])
     assert len(session.propose(20)) == 1
-    session.read([state[15:16] for state in states])
-    session.observe(ids[16:17])
-    assert session.unread == 0
+    fresh = drafter.session(ids[:15], GREEDY)
+    fresh.observe(ids[15:17])
     with pytest.warns(RuntimeWarning, match="17 tokens has outgrown the eagle3 drafter's context of 16"):
-        assert not session.propose(5)
+        session.read([state[15:16] for state in states])
+    session.observe(ids[16:17])
+    assert (session.unread, session._states.count) == (0, 0)
+    assert not session.propose(5)
+    assert not fresh.propose(5)
     session.read([state[16:17] for state in states])
     session.observe(ids[17:18])
     assert not session.propose(5)
@@ -698,6 +702,9 @@ def test_what_doesnt_fit_is_named(parts, tmp_path):
 
     refused(OptionError, "a target of vocab_size 300, this one has 320", setting(vocab_size=300))
     refused(OptionError, "a target of hidden_size 128, this one has 64", setting(target_hidden_size=128))
+    for wrong in ([], "64", 64.0, False):
+        refused(CorruptModelError, "hidden_size .* must be a whole number", setting(target_hidden_size=wrong))
+    refused(CorruptModelError, r"model_type \[\] must be a text", setting(model_type=[]))
     refused(OptionError, r"layers \[1, 2, 9\], this one has 0..4", setting(eagle_aux_hidden_state_layer_ids=[1, 2, 9]))
     refused(CorruptModelError, "layers 7 to read", setting(eagle_aux_hidden_state_layer_ids=7))
     refused(CorruptModelError, "draft_vocab_size 0", setting(draft_vocab_size=0))
@@ -718,6 +725,9 @@ def test_what_doesnt_fit_is_named(parts, tmp_path):
     )
     refused(OptionError, "of hidden_size 32, this one has 64", setting(hidden_size=32), "first")
     refused(UnsupportedModelError, "no drafter that is known", tensor("fc.weight", None), "first")
+    made = Made("first", parts)
+    made.config["architectures"] = 5
+    assert load_drafter(made.save(tmp_path / "number"), parts).name == "eagle"
 
 
 def test_folders_that_cant_be_loaded(parts, tmp_path):
@@ -744,11 +754,16 @@ def test_folders_that_cant_be_loaded(parts, tmp_path):
 )
 def test_others_are_loaded_by_their_own(module, config, parts, tmp_path, monkeypatch):
     calls = []
+    place = parts.embedding.device
     monkeypatch.setattr(f"sakiyomi.drafters.{module}.load", lambda *given, **options: calls.append((given, options)))
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert kind_of(tmp_path) == module
     load_drafter(tmp_path, parts, weights="fp32", kernels="torch")
-    assert calls == [((tmp_path, config, parts), {"weights": "fp32", "kernels": "torch"})]
+    load_drafter(tmp_path, parts, weights="fp32", kernels="torch", device="meta")
+    options = {"weights": "fp32", "kernels": "torch"}
+    assert calls == [
+        ((tmp_path, config, parts), {**options, "device": device}) for device in (place, torch.device("meta"))
+    ]
 
 
 def test_tables_are_loaded(parts, tmp_path):
@@ -758,6 +773,22 @@ def test_tables_are_loaded(parts, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "sakiyomi-table"}))
     assert kind_of(tmp_path) == "table"
     assert isinstance(load_drafter(tmp_path, parts), TableDrafter)
+
+
+def test_states_that_nobody_asks_for_are_not_kept(target, parts, monkeypatch):
+    """A session whose drafts aren't wanted holds no more than so many, the prompt's own aside; then it gives up."""
+    monkeypatch.setattr(trained, "_WAITING", 20)
+    drafter = Made("plain", parts).drafter()
+    ids = [i % VOCAB for i in range(80)]
+    states = states_of(target, ids, drafter.hidden_layers)
+    session, other = drafter.session(ids[:40], GREEDY), drafter.session(ids[:40], GREEDY)
+    for known in range(40, 80, 5):
+        for each in (session, other):
+            each.read([state[each._held + each._states.count : known - 1] for state in states])
+            each.observe(ids[len(each._ids) : known])
+        assert other.propose(2)
+        assert (session._states.count > 0) == (known <= 60)
+    assert (session.unread, len(session.propose(3))) == (0, 0)
 
 
 def test_options_are_checked(parts):

@@ -555,3 +555,24 @@ def test_requests_that_cannot_run(engine, prompt, error, message):
 def test_stop_strings_need_a_tokenizer(llama):
     with pytest.raises(OptionError, match="use stop_token_ids"):
         Engine(llama).request(PROMPT, SamplingParams(stop=("x",)))
+
+
+def test_a_drafter_of_layers_that_the_target_lacks_fails_alone(llama):
+    """Before any forward: the round goes on, with the other drafters and the other requests in it."""
+    engine = Engine(llama)
+    plain = ids(list(engine.run(engine.request(PROMPT, SAMPLED))))
+    reader, blind = oracle(plain), oracle(plain)
+    reader.hidden_layers, reader.name = (0, 9), "reader"
+    requests = [
+        engine.request(PROMPT, SAMPLED, [reader, blind], FixedPolicy(3)),
+        engine.request(PROMPT, SAMPLED, [blind], FixedPolicy(3)),
+    ]
+    assert requests[0].hidden_layers == frozenset()
+    first = engine.round(requests)
+    assert first[0].record.errors == (
+        "reader: DrafterError: it reads the states of layers [9], which this target doesn't give",
+    )
+    assert first[1].record.errors == ()
+    for request, chunk in zip(requests, first, strict=True):
+        assert [*chunk.token_ids, *ids(list(engine.run(request)))] == plain
+        assert chunk.record.accepted

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch.nn.utils import prune
 
 from sakiyomi.errors import CapacityError, CorruptModelError, OptionError, UnsupportedModelError
-from sakiyomi.interfaces import Work
+from sakiyomi.interfaces import HEAD_INPUT, Work
 from sakiyomi.targets import huggingface
 from sakiyomi.targets.attention import Reach
 from sakiyomi.targets.cache import BLOCK, KeyValues
@@ -313,8 +313,34 @@ def test_hidden_states_are_those_of_the_module(name):
     for place, layer in enumerate((1, 0)):
         states = torch.cat([outputs[0].hidden[place] for outputs in found])
         torch.testing.assert_close(states, expected[layer][0], rtol=1e-4, atol=1e-4)
-    with pytest.raises(OptionError, match=r"hidden_layers=\(3,\): must be in 0..2"):
+    with pytest.raises(OptionError, match=r"hidden_layers=\(3,\): this model has no \[3\]: \[-1, 0, 1, 2\]"):
         it.target.forward([Work(sequence, TEXT[:1])], hidden_layers=[3])
+
+
+@every_architecture
+def test_what_the_head_reads_can_be_had(name):
+    """Of all rows, though logits are computed of the last; whatever the model calls of what is below its head."""
+    it = subject(name)
+    assert it.target.hidden_layers == {HEAD_INPUT, 0, 1, 2}
+    read: list[torch.Tensor] = []
+    hook = it.module.get_output_embeddings().register_forward_pre_hook(lambda module, args: read.append(args[0]))
+    with torch.inference_mode():
+        it.module(torch.tensor([TEXT[:9]]), use_cache=False)
+    hook.remove()
+    sequence = it.target.new_sequence()
+    found = [it.target.forward([Work(sequence, part)], hidden_layers=[HEAD_INPUT]) for part in (TEXT[:4], TEXT[4:9])]
+    states = torch.cat([outputs[0].hidden[0] for outputs in found])
+    torch.testing.assert_close(states, read[-1].reshape(9, -1), rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_model_has_no_place_for_cannot_be_had(monkeypatch):
+    """Here the head reads what no module of the model gives as it is: a drafter is told so, a forward isn't tried."""
+    model = make_module("opt")
+    model.lm_head.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    target = HuggingFaceTarget(model)
+    assert target.hidden_layers == {0, 1, 2}
+    with pytest.raises(OptionError, match=r"hidden_layers=\(-1,\): this model has no \[-1\]: \[0, 1, 2\]"):
+        target.forward([Work(target.new_sequence(), TEXT[:1])], hidden_layers=[HEAD_INPUT])
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bloom"])

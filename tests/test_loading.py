@@ -10,8 +10,13 @@ import torch
 import transformers
 
 import sakiyomi
+import test_mlp
 from conftest import byte_tokenizer, make_reference
-from sakiyomi import OptionError, SamplingParams, UnsupportedModelError, core
+from sakiyomi import OptionError, SamplingParams, UnsupportedModelError, core, loading
+from sakiyomi import llm as llm_module
+from sakiyomi.drafters.mlp import MlpConfig, save_mlp
+from sakiyomi.drafters.table import build_table
+from sakiyomi.loading import LoadedModel
 from sakiyomi.targets.compiled import CompiledTarget
 from sakiyomi.targets.huggingface import HuggingFaceTarget
 from sakiyomi.targets.pytorch import TorchTarget
@@ -122,3 +127,62 @@ def test_quantised_checkpoints_go_to_transformers(llama, tmp_path):
         sakiyomi.load(tmp_path)
     assert "\n" not in str(raised.value)
     assert any(word in str(raised.value).lower() for word in ("gptq", "optimum", "install"))
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two drafters for the tiny llama."""
+    folder = tmp_path_factory.mktemp("heads")
+    config = MlpConfig(64, 16, 320, 2, tie_weights=True)
+    save_mlp(folder / "mlp", config, test_mlp.tensors(config))
+    build_table([[1, 2, 3, 1, 2, 3]], vocab_size=320).save(write(folder / "table") / "table.safetensors")
+    return {"mlp": folder / "mlp", "table": folder / "table"}
+
+
+def write(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "sakiyomi-table"}))
+    return folder
+
+
+def test_trained_drafters_are_loaded_when_they_are_wanted(llama, heads, monkeypatch):
+    """Those of the default at once, what they share of the target once; none where nothing is drafted."""
+    loaded: list[str] = []
+    read: list[int] = []
+    parts = LoadedModel.parts.fget
+    monkeypatch.setattr(LoadedModel, "parts", property(lambda model: read.append(1) or parts(model)))
+    load_drafter = llm_module.load_drafter
+    monkeypatch.setattr(
+        llm_module,
+        "load_drafter",
+        lambda folder, *given, **options: loaded.append(folder.name) or load_drafter(folder, *given, **options),
+    )
+    options = {"trained": list(heads.values()), "num_speculative_tokens": 2}
+    assert sakiyomi.load(llama, drafter="none", **options).given == ("mlp", "table")
+    sakiyomi.load(llama, trained=heads["mlp"], num_speculative_tokens=0).generate("abc", PARAMS)
+    assert (loaded, read) == ([], [])
+    llm = sakiyomi.load(llama, drafter="mlp+table", **options)
+    assert (loaded, read) == (["mlp", "table"], [1])
+    plain = llm.generate("abcabc", PARAMS, num_speculative_tokens=0)
+    assert llm.generate("abcabc", PARAMS).token_ids == plain.token_ids
+    assert loaded == ["mlp", "table"]
+    other = sakiyomi.load(llama, drafter="none", **options)
+    other.generate("abc", PARAMS, drafter="mlp", num_speculative_tokens=0)
+    other.speculation("mlp", 0)
+    assert loaded == ["mlp", "table"]
+    assert other.generate("abcabc", PARAMS, drafter="mlp").token_ids == plain.token_ids
+    assert loaded == ["mlp", "table", "mlp"]
+
+
+def test_what_is_given_in_vain_is_told(llama, heads, tmp_path, monkeypatch):
+    for wrong in (5, None, [5]):
+        with pytest.raises(OptionError, match=r"trained=\[?(5|None)\]?: must be the folder of a drafter, or several"):
+            sakiyomi.load(llama, trained=wrong)
+    with pytest.raises(OptionError, match=r"trained='.*mlp': drafter='ngram' goes without; add \+mlp to it"):
+        sakiyomi.load(llama, trained=heads["mlp"], drafter="ngram")
+    ours = tmp_path / "smollm2-135m"
+    for name in ("eagle3", "unknown"):
+        (ours / name).mkdir(parents=True)
+    (ours / "mlp").write_text("a file")
+    monkeypatch.setattr(loading, "_TRAINED", tmp_path)
+    assert list(loading.trained_for("smollm2-135m")) == ["eagle3"]

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from conftest import KERNELS, VOCAB, byte_tokenizer
@@ -20,14 +21,15 @@ from sakiyomi.drafters.mlp import (
     MlpConfig,
     MlpDrafter,
     MlpSpeculator,
-    draft_ids,
     load,
     save_mlp,
 )
-from sakiyomi.drafters.model import ALTERNATIVE, likely
-from sakiyomi.drafters.trained import TargetParts
+from sakiyomi.drafters.model import likely
+from sakiyomi.drafters.trained import TargetParts, draft_names
+from sakiyomi.drafters.tree import LEAST_SURVIVAL
 from sakiyomi.engine import Engine
 from sakiyomi.errors import CorruptModelError, ModelError, OptionError, UnsupportedModelError
+from sakiyomi.files import replace_file
 from sakiyomi.interfaces import HEAD_INPUT, Draft, Drafter, Target, Work
 from sakiyomi.models import read_config
 from sakiyomi.policy import AdaptivePolicy, FixedPolicy, Policy
@@ -182,10 +184,10 @@ def test_a_tree_is_the_chains_it_stands_for(config, params, reduced):
         assert len(set(siblings)) == len(siblings)
         deepest = max(deepest, len(path))
         if any(j not in _main(draft) for j in path):
-            assert math.prod(draft.confidences[j] for j in path) >= ALTERNATIVE
+            assert math.prod(draft.confidences[j] for j in path) >= LEAST_SURVIVAL
     assert deepest == len(_main(draft)) == config.n_predict
-    levels = [sum(len(path) == depth for _, path in paths(draft)) for depth in range(1, deepest + 1)]
-    assert max(levels) <= 3
+    levels = [{path[-2] for _, path in paths(draft) if len(path) == depth} for depth in range(2, deepest + 1)]
+    assert all(len(level) <= 3 for level in levels), "the paths of a level that go on"
     if config.n_predict > 1 and params is GREEDY:
         assert len(draft) > deepest, "a test of trees needs some"
 
@@ -223,7 +225,7 @@ def test_budgets(budget, most):
     stopped = session.propose(budget, lambda confidence: False)
     assert len(_main(stopped)) == min(budget, 1)
     if budget:
-        assert asked[0] == max(draft.confidences[i] for i, path in paths(draft) if len(path) == 1)
+        assert asked == [draft.confidences[i] for i in _main(draft)]
 
 
 def test_states_must_be_those_of_all_tokens_but_the_last():
@@ -409,7 +411,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path, config, dtype, reduced):
         assert all(f"speculator.head.{step}.weight" in stored for step in range(config.n_predict))
     made = loaded(tmp_path)
     assert made.model.config == config
-    assert (made.model.ids is not None) == reduced
+    assert (made.names is not None) == reduced
     given = weights if d2t is None else {**weights, "d2t": d2t}
     assert ready(made).propose(9).tokens == ready(drafter(config, given)).propose(9).tokens
 
@@ -423,14 +425,46 @@ def test_nothing_is_written_of_what_does_not_fit(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def test_what_cant_be_written_is_one_line_and_leaves_no_mixture(tmp_path, monkeypatch):
+    """Weights without a config are no drafter: better than those of one with the config of another."""
+    config = CONFIGS["plain"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OptionError, match=r"file/model\.safetensors: can't be written"):
+        save_mlp(tmp_path / "file", config, tensors(config))
+    save_mlp(tmp_path / "d", config, tensors(config))
+
+    def fails(path: Path, *given, **options) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fails)
+    with pytest.raises(OptionError, match=r"config\.json: can't be written \(No space left on device\)"):
+        save_mlp(tmp_path / "d", config, tensors(config))
+    assert [path.name for path in (tmp_path / "d").iterdir()] == ["model.safetensors"]
+
+
+def test_safetensors_errors_are_ours(tmp_path):
+    """And whatever is raised, nothing stays beside what was there."""
+    (tmp_path / "kept").write_text("as it was")
+    for error, raised in ((SafetensorError("two\nlines"), OptionError), (KeyboardInterrupt(), KeyboardInterrupt)):
+
+        def write(path: Path, error: BaseException = error) -> None:
+            path.write_text("half")
+            raise error
+
+        with pytest.raises(raised, match="can't be written .two lines" if raised is OptionError else None):
+            replace_file(tmp_path / "kept", write)
+        assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+        assert (tmp_path / "kept").read_text() == "as it was"
+
+
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        ({"emb_dim": 32}, OptionError, "hidden size 32, this one has 64"),
-        ({"vocab_size": 400}, OptionError, "vocabulary size 400, this one has 320"),
+        ({"emb_dim": 32}, OptionError, "hidden_size 32, this one has 64"),
+        ({"vocab_size": 400}, OptionError, "vocab_size 400, this one has 320"),
         ({"n_predict": None}, CorruptModelError, "lacks 'n_predict'"),
-        ({"n_predict": 0}, CorruptModelError, "n_predict=0"),
-        ({"emb_dim": "64.32"}, CorruptModelError, "emb_dim='64.32'"),
+        ({"n_predict": 0}, CorruptModelError, "n_predict 0 must be"),
+        ({"emb_dim": "64.32"}, CorruptModelError, "emb_dim '64.32' must be"),
         ({"inner_dim": 40}, CorruptModelError, r"emb\.0\.weight.*shape"),
         ({"n_predict": 5}, CorruptModelError, r"lack 'speculator\.emb\.4\.weight'"),
         ({"method": "sum_lstm"}, UnsupportedModelError, "sum_lstm"),
@@ -465,9 +499,11 @@ def test_other_bad_input(tmp_path):
         torch.tensor([-1]),
         torch.zeros(2),
         torch.zeros(1, 1).int(),
+        torch.zeros(1, dtype=torch.bool),
+        torch.zeros(0, dtype=torch.int64),
     ):
         with pytest.raises(CorruptModelError, match="d2t"):
-            draft_ids(d2t, VOCAB)
+            draft_names("'d2t'", d2t, VOCAB)
     (tmp_path / "model.safetensors").unlink()
     torch.save(weights, tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match="pickles"):

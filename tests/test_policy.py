@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from sakiyomi import acceptance, drafting
+from sakiyomi import policy as policy_module
 from sakiyomi.costs import CostTable, ModelCosts
 from sakiyomi.distribution import Distribution
 from sakiyomi.drafting import Source
@@ -82,7 +83,7 @@ class SimulatedSession:
         drafter = self.drafter
         drafter.clock.now += drafter.call_s
         drafter.calls += 1
-        if drafter.costs and self.unread > 1:
+        if drafter.true and self.unread > 1:
             drafter.clock.now += drafter.true.seconds(self.unread, self.length) - drafter.true.seconds(1, self.length)
         self.read = self.length
         tokens: list[int] = []
@@ -565,22 +566,24 @@ def test_fixed_numbers_below_one_are_refused():
         FixedPolicy(0)
 
 
+class Sampler(Simulated):
+    """Its drafts are samples where that is asked for."""
+
+    def session(self, prompt: Sequence[int], params: SamplingParams, sampled: bool = False):
+        made = super().session(prompt, params)
+        works = made.propose
+
+        def propose(budget, go_on=always):
+            draft = works(budget, go_on)
+            q = Distribution(None, np.ones(100))
+            return replace(draft, distributions=(q,) * len(draft)) if sampled else draft
+
+        made.propose = propose
+        return made
+
+
 def test_a_probe_that_samples_is_the_rounds_draft(clock):
     """Two samplers that both don't seem to pay and may both be tried: what the first one draws is checked."""
-
-    class Sampler(Simulated):
-        def session(self, prompt: Sequence[int], params: SamplingParams, sampled: bool = False):
-            made = super().session(prompt, params)
-            works = made.propose
-
-            def propose(budget, go_on=always):
-                draft = works(budget, go_on)
-                q = Distribution(None, np.ones(100))
-                return replace(draft, distributions=(q,) * len(draft)) if sampled else draft
-
-            made.propose = propose
-            return made
-
     costs = ModelCosts(CostTable((1, 33), (0.4, 0.4)))
     policy = adaptive(CHEAP_ROWS)
     drafters = [
@@ -601,3 +604,104 @@ def test_a_probe_that_samples_is_the_rounds_draft(clock):
         probes += bool(draft)
         session.observe(Checked(draft, (), (0,), 1 + len(draft), 10, 1.0))
     assert probes > 20
+
+
+def rounds_with(drafters: Sequence[Simulated], rounds: int = 300) -> list[Draft]:
+    """Run rounds of a request that samples, in which draft tokens 0 stand, and return the drafts."""
+    policy = adaptive(CHEAP_ROWS)
+    sources = [Source(each, [0] * 10, PARAMS, 100, True) for each in drafters]
+    session, drafts = policy.session(sources), []
+    for _ in range(rounds):
+        draft = session.draft(20, 10, 1, 1)
+        stood: list[int] = []
+        parents = draft.parents or range(-1, len(draft) - 1)
+        for i, (token, parent) in enumerate(zip(draft.tokens, parents, strict=True)):
+            if token == 0 and parent == (stood[-1] if stood else -1):
+                stood.append(i)
+        written = (0,) * (len(stood) + 1)
+        for source in sources:
+            source.take_drawn()
+            source.observe(written)
+        seconds = ModelCosts(CHEAP_ROWS).seconds(1 + len(draft), 10)
+        session.observe(Checked(draft, tuple(stood), written, 1 + len(draft), 10, seconds))
+        drafts.append(draft)
+    return drafts
+
+
+def test_a_sample_must_be_worth_more_than_what_is_there(clock):
+    """It takes the place of all other drafts: beside a free one that is as good a sampler is hardly asked."""
+    for right, good in ((0.95, True), (0.2, False)):
+        free = Simulated(clock, lambda length, right=right: right, name="free", confidence=right)
+        costs = ModelCosts(CostTable((1, 33), (0.1, 0.1)))
+        sampler = Sampler(
+            clock, lambda length: 0.9, "sampler", 0.9, token_s=0.1, costs=costs, samples=True, source=random.Random(2)
+        )
+        drafts = rounds_with([free, sampler])[50:]
+        assert sum(draft.drafter == ("free" if good else "sampler") for draft in drafts) > 0.8 * len(drafts)
+        assert (sampler.calls < 30) == good
+
+
+def test_no_time_is_spent_on_drafts_that_a_sample_takes_the_place_of(clock):
+    costs = [ModelCosts(CostTable((1, 33), (0.05, 0.05))) for _ in range(2)]
+    model = Simulated(clock, lambda length: 0.5, "model", 0.5, token_s=0.05, costs=costs[0])
+    sampler = Sampler(clock, lambda length: 0.95, "sampler", 0.95, token_s=0.05, costs=costs[1], samples=True)
+    drafts = rounds_with([model, sampler])
+    sampled = sum(draft.drafter == "sampler" for draft in drafts)
+    assert sampled > 200
+    assert model.calls <= len(drafts) - sampled
+
+
+def member_of(drafter: Simulated) -> policy_module._Member:
+    member = policy_module._Member(Source(drafter, [0] * 10, PARAMS, 100), policy_module.Experience())
+    member.stake_s = 100.0
+    return member
+
+
+def test_an_outlook_is_the_best_one_though_it_costs_nothing(clock):
+    member = member_of(Simulated(clock, lambda length: 0.5))
+    prices = policy_module._Prices(ModelCosts(CostTable((1, 2, 3, 33), (1.0, 1.05, 3.0, 40.0))), 10, 1, 1, 1.0)
+    free = policy_module._DraftTimes(0.0, 0.0, 0.0)
+    one, many = (policy_module._outlook(member, free, prices, limit, 100) for limit in (1, 8))
+    assert one.tokens > 0
+    assert many == one
+
+
+def test_what_is_added_is_weighed_by_its_outlook():
+    """Of rounds with outlooks of 2 tokens half comes true, of those with next to none nothing: half is added."""
+    experience = policy_module.Experience()
+    for _ in range(200):
+        experience.add(0.0, 1.0, 2.0)
+        experience.add(0.0, 0.0, 0.02)
+    assert experience.added(0.0) == pytest.approx(0.5, abs=0.01)
+    experience.add(0.0, 1.0, 0.02)
+    assert experience.added(0.0) < 0.65
+
+
+class AtOnce(Simulated):
+    """Drafts 8 tokens in one forward, and asks nobody."""
+
+    at_once = 8
+
+    def session(self, prompt: Sequence[int], params: SamplingParams, sampled: bool = False):
+        made = super().session(prompt, params)
+        works = made.propose
+        made.propose = lambda budget, go_on=always: works(min(budget, 8))
+        return made
+
+
+def test_a_block_is_priced_as_one_forward(clock):
+    """Each of its tokens would be too dear alone."""
+    costs = ModelCosts(CostTable((1, 8, 33), (0.3, 0.4, 1.0)))
+    block = AtOnce(clock, lambda length: 0.8, "block", 0.8, call_s=0.4, costs=costs)
+    block.true = None
+    policy = adaptive(CHEAP_ROWS)
+    simulate(policy, [block], clock, CHEAP_ROWS, tokens=500)
+    found = simulate(policy, [block], clock, CHEAP_ROWS, tokens=3000)
+    expected = sum(0.8**i for i in range(9)) / (ModelCosts(CHEAP_ROWS).seconds(9, 0) + 0.4)
+    assert found.speedup > 0.93 * expected > 1.8
+    assert costs.seconds(8, 100) == pytest.approx(0.4, rel=0.15), "corrected as it is used"
+    member, prices = member_of(block), policy_module._Prices(ModelCosts(CHEAP_ROWS), 100, 1, 1, 1.0)
+    times = policy_module._DraftTimes.of(member, 100)
+    assert (times.rows, times.next) == (8, 0.0)
+    long, block_long = (policy_module._outlook(member, times, prices, limit, 200) for limit in (32, 8))
+    assert long == block_long

@@ -14,18 +14,23 @@ import torch
 
 from conftest import VOCAB, byte_tokenizer, make_reference, make_target
 from sakiyomi import drafting
+from sakiyomi.costs import CostTable, ModelCosts
 from sakiyomi.distribution import Distribution
 from sakiyomi.drafters import NgramDrafter, SuffixDrafter
+from sakiyomi.drafters.layers import Kernels
+from sakiyomi.drafters.medusa import MedusaDrafter, MedusaHead, MedusaHeads
+from sakiyomi.drafters.mlp import MlpConfig, MlpDrafter, MlpSpeculator
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.retokenised import CommonDrafter, TextDrafter
 from sakiyomi.engine import Chunk, Engine
 from sakiyomi.errors import PolicyError
-from sakiyomi.interfaces import Draft, Target, TargetOutput, Work, always
+from sakiyomi.interfaces import HEAD_INPUT, Draft, Target, TargetOutput, Work, always
 from sakiyomi.policy import AdaptivePolicy, FixedPolicy
 from sakiyomi.sampling import Chooser, SamplingParams, derived_seed, uniform
 from test_engine import PENALISED, PROMPT, SAMPLED, Scripted, Whole, branching, chain, ids, oracle, wrong_drafter
 from test_verification import surprise
 
+COSTS = ModelCosts(CostTable((1, 8), (1e-5, 2e-5)))
 METHODS = ("coupled", "rejection", "block")
 SAMPLING = ("rejection", "block")
 GREEDY = SamplingParams(max_new_tokens=41)
@@ -229,6 +234,58 @@ def test_the_answers_have_the_targets_distribution(engine, llama, weak, verifica
     if way in ("chain", "tree", "adaptive"):
         lying, _ = sampled_by([near(llama, branches, said=flatter)], makers[way](), 400)
         assert lying > 6, "a control"
+
+
+@sampling
+@pytest.mark.parametrize("kind", ["mlp", "medusa"])
+def test_a_trained_drafter_does_not_tell_a_policy_what_comes_next(engine, llama, verification, kind):
+    """Protects the choice between its draft and a sample, which may depend on how sure it is of what it drew."""
+    law = joint(llama, FEW, 2)
+    first = max(joint(llama, FEW, 1).items(), key=lambda each: each[1])[0]
+    (output,) = llama.forward([Work(llama.new_sequence(), [*SHORT, *first], None, 1)], hidden_layers=(HEAD_INPUT,))
+    logits, state = output.logits[-1].float(), output.hidden[0][len(SHORT) - 1].float()
+    likeliest = logits.topk(3).values.softmax(0)[:2]
+    how = Kernels.find("fp32", "torch")
+    if kind == "medusa":
+        head = MedusaHead((), logits[:, None] * (state / state.square().sum()))
+        drafter = MedusaDrafter(MedusaHeads([head], None, how), costs=COSTS)
+    else:
+        weights = {name: torch.ones(VOCAB if name[0] in "eh" else 1, 1) for name in ("emb.0.weight", "head.0.weight")}
+        weights |= {"proj.0.weight": torch.zeros(1, len(state)), "ln.0.weight": torch.zeros(1)}
+        weights["ln.0.bias"] = torch.ones(1)
+        weights["head.0.weight"] = logits[:, None] / torch.nn.functional.gelu(torch.ones(()))
+        drafter = MlpDrafter(MlpSpeculator(MlpConfig(len(state), 1, VOCAB, 1), weights, how), costs=COSTS)
+
+    class Choosy(Whole):
+        def draft(self, left: int, context: int, rows: int, sequences: int) -> Draft:
+            trained, sampler = self.sources
+            if left < 1 or not context:  # there are no states yet
+                return Draft()
+            draft = drafting.first_path(trained.propose(1))
+            chosen.append(draft.confidences[0] > float(likeliest.mean()))
+            return draft if chosen[-1] else sampler.propose(1)
+
+    def sampled(made) -> float:
+        counts: dict[tuple[int, ...], int] = defaultdict(int)
+        for seed in range(700):
+            chunks = run(engine, replace(FEW, seed=seed), [made, near(llama)], Choosy(1), verification, SHORT)
+            counts[tuple(ids(chunks)[:2])] += 1
+        return surprise(counts, law)
+
+    chosen: list[bool] = []
+    assert sampled(drafter) < 3.5
+    assert sum(chosen) > 100
+    assert sampled(Coupled(drafter)) > 6, "a control"
+
+
+class Coupled:
+    """A drafter that draws with the target's noise whatever it is told."""
+
+    samples = False
+
+    def __init__(self, drafter) -> None:
+        self.name, self.costs, self.hidden_layers = drafter.name, drafter.costs, drafter.hidden_layers
+        self.session = lambda prompt, params, sampled: drafter.session(prompt, params, False)
 
 
 @sampling

@@ -7,13 +7,16 @@ import io
 import json
 import platform
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from sakiyomi.progress import show_progress, warnings_in_one_line
+from sakiyomi.train.command import EPILOG as TRAIN_EPILOG
+from sakiyomi.train.command import train
 
 if TYPE_CHECKING:
     from sakiyomi.bench import Evaluation, Quality, WeightsFacts
@@ -218,7 +221,7 @@ def generate(
         raise OptionError(
             f"--system {system!r}: needs the chat template, which {'--raw' if raw else model} goes without"
         )
-    with _warnings_in_one_line(later=True), _kept(suffix, memory, llm.tokenizer.fingerprint):
+    with warnings_in_one_line(later=True), _kept(suffix, memory, llm.tokenizer.fingerprint):
         if as_json:
             generation = llm.generate(given, params, speculation=setting)
             print(json.dumps(_generation_dict(generation)))  # ASCII: valid in any encoding
@@ -247,12 +250,15 @@ def _drafter_names(
     """Return the drafters that these options name; what is wrong here should not cost the time of loading."""
     from sakiyomi import drafters
     from sakiyomi.errors import OptionError
-    from sakiyomi.loading import trained_for
+    from sakiyomi.loading import by_name, trained_for
 
     given = [*trained_for(model, trained or ()), *([drafters.MODEL] if draft_model is not None else [])]
     names = [name for spec in specs for name in drafters.parse(spec, given)]
     if draft_model is not None and drafters.MODEL not in names:
         raise OptionError(f"--draft-model {draft_model}: --drafter {', '.join(specs)} goes without; add +model to it")
+    for name, folder in by_name(trained or ()).items():
+        if name not in names:
+            raise OptionError(f"--trained {folder}: --drafter {', '.join(specs)} goes without; add +{name} to it")
     return tuple(dict.fromkeys(names))
 
 
@@ -534,7 +540,7 @@ def bench(
         for each in drafting or [NamedWeights("", weights=None)]:
             small = load(each, small=draft_model)
             llms.update({(name, each.name): _drafted_by(small, llm) for name, llm in loaded.items()})
-    with _warnings_in_one_line(), _progress() as progress:
+    with warnings_in_one_line(), show_progress() as progress:
         result = run_benchmark(llms, prompts, candidates, params, repeats=repeats, seed=seed, progress=progress)
     first, *others = loaded.values()
     facts = report.model_facts(first, model, draft_model, others)
@@ -646,7 +652,7 @@ def verify(
         device=device,
         trained=trained,
     )
-    with _warnings_in_one_line(), _progress() as progress:
+    with warnings_in_one_line(), show_progress() as progress:
         audit = run_audit(llm, prompts, candidates, params, runs=seeds, progress=progress)
     facts = report.model_facts(llm, model, draft_model)
     if as_json:
@@ -688,7 +694,7 @@ def check(
 
         gc.collect()  # two models at once may not fit in memory
         llm = _load(name, dtype, weights, kernels, None, threads, "none", 0, None, device=device)
-        with _progress() as progress:
+        with show_progress() as progress:
             progress(0, 1, f"measuring {name}")
             costs = ModelCosts(measure(llm.target))
         return Side.of(llm.target, llm.tokenizer, costs)
@@ -700,6 +706,9 @@ def check(
         Console(highlight=False).print(render(pair))
     if pair.problems:
         sys.exit(1)
+
+
+app.command(epilog=TRAIN_EPILOG)(train)
 
 
 @app.command()
@@ -738,7 +747,7 @@ def _load(
     if threads is not None:
         torch.set_num_threads(threads)
 
-    with _warnings_in_one_line():
+    with warnings_in_one_line():
         return load(
             model,
             dtype=dtype,  # type: ignore[arg-type]  # load checks it
@@ -752,32 +761,6 @@ def _load(
             trained=trained or (),
             device=device,
         )
-
-
-@contextmanager
-def _warnings_in_one_line(*, later: bool = False) -> Iterator[None]:
-    """Show a RuntimeWarning as a line on standard error, without the file and line that raised it.
-
-    ``later``: in the end, not amid a text that is being written.
-    """
-    lines: list[str] = []
-    with warnings.catch_warnings():
-        show_otherwise = warnings.showwarning
-
-        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-            if not issubclass(category, RuntimeWarning):
-                show_otherwise(message, category, *where, **more)
-                return
-            lines.append(f"sakiyomi: {' '.join(str(message).split())}")
-            if not later:
-                print(lines.pop(), file=sys.stderr)
-
-        warnings.showwarning = show
-        try:
-            yield
-        finally:
-            for line in lines:
-                print(line, file=sys.stderr)
 
 
 def _load_and_compare(
@@ -844,7 +827,7 @@ def _drafted_by(small: LLM, llm: LLM) -> LLM:
 def _evaluate(llm: LLM, text: str, weights: str) -> Evaluation:
     from sakiyomi.bench.quality import evaluate
 
-    with _progress() as progress:
+    with show_progress() as progress:
         return evaluate(
             llm.target,
             llm.tokenizer.encode(text),
@@ -905,17 +888,6 @@ def _read_text(path: Path, option: str) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"{option} {path}: can't be read as UTF-8 text: {error}") from None
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """Yield a function that shows how far a benchmark is, on standard error."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("")
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from sakiyomi.errors import DrafterError, PolicyError
@@ -18,23 +18,32 @@ class Source:
     """A drafter's session, guarded. A drafter that fails is left out of the rest of the sequence.
 
     ``sampled``: whether its drafts are samples, which once drawn must be checked, and whole. ``hidden_layers``: whose
-    states it reads. ``seconds``: what the last proposal took. ``error``: what the drafter failed of, None while it
-    works.
+    states it reads, of those that ``available`` says. ``at_once``: the tokens in a row that a forward of its model
+    drafts. ``seconds``: what the last proposal took. ``error``: what the drafter failed of, None while it works.
     """
 
     def __init__(
-        self, drafter: Drafter, prompt: Sequence[int], params: SamplingParams, vocab_size: int, sampled: bool = False
+        self,
+        drafter: Drafter,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        vocab_size: int,
+        sampled: bool = False,
+        available: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.name = drafter.name
         self.costs: Costs | None = drafter.costs
         self.sampled = sampled and drafter.samples
         self.hidden_layers: tuple[int, ...] = tuple(getattr(drafter, "hidden_layers", ()))
+        self.at_once: int = getattr(drafter, "at_once", 1)
         self.seconds = 0.0
         self.error: str | None = None
         self._vocab_size = vocab_size
         self._session: DraftSession | None = None
         self._drawn: Draft | None = None
         try:
+            if self.hidden_layers and (missing := set(self.hidden_layers).difference(available())):
+                raise DrafterError(f"it reads the states of layers {sorted(missing)}, which this target doesn't give")
             self._session = drafter.session(prompt, params, sampled)
         except Exception as error:
             self._fail(error)
@@ -178,16 +187,20 @@ def fitting(draft: Draft, room: int) -> Draft:
 
 
 def _part(draft: Draft, indices: Sequence[int]) -> Draft:
-    count = len(indices)
-    if count == len(draft):
+    if len(indices) == len(draft):
         return draft
     tokens = tuple(draft.tokens[i] for i in indices)
     confidences = tuple(draft.confidences[i] for i in indices)
     distributions = draft.distributions and tuple(draft.distributions[i] for i in indices)
-    parents: tuple[int, ...] | None = None
-    if draft.parents is not None:
-        places = {-1: -1, **{index: place for place, index in enumerate(indices)}}
-        parents = tuple(places[draft.parents[i]] for i in indices)
-        if parents == tuple(range(-1, count - 1)):
-            parents = None
+    parents = None if draft.parents is None else renumbered(draft.parents, indices)
     return Draft(tokens, parents, confidences, draft.drafter, distributions)
+
+
+def renumbered(parents: Sequence[int], kept: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the parents of those tokens of a draft that are kept, ascending, as they are numbered then.
+
+    None where that is a chain. What is kept must have its parents kept.
+    """
+    places = {-1: -1, **{index: place for place, index in enumerate(kept)}}
+    found = tuple(places[parents[index]] for index in kept)
+    return None if found == tuple(range(-1, len(kept) - 1)) else found

@@ -211,7 +211,10 @@ class Engine:
             TextEnding(params, prompt, self._tokenizer, self._eos_ids(params)),
             max_new_tokens=params.max_new_tokens,
             context_length=self.target.context_length,
-            sources=[Source(each, prompt, params, vocab_size, sampled) for each in drafters] if policy else [],
+            sources=[
+                Source(each, prompt, params, vocab_size, sampled, lambda: self.target.hidden_layers)
+                for each in (drafters if policy else ())
+            ],
             policy=policy,
             verification=way,
         )

@@ -7,7 +7,7 @@ sequence already holds. In a chain, row i has the parent i - 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -103,6 +103,10 @@ class Target(Protocol):
     def exactness(self) -> Exactness:
         """``bit-exact`` if a row's bits were found not to depend on the other rows of a forward, as things are now."""
 
+    @property
+    def hidden_layers(self) -> Collection[int]:
+        """The layers whose states a forward can give, see :class:`TargetOutput`; none where it can't."""
+
     def new_sequence(self) -> TargetSequence:
         """Return an empty sequence."""
 
@@ -139,8 +143,9 @@ class DraftSession(Protocol):
     def propose(self, budget: int, go_on: GoOn = always) -> Draft:
         """Propose what follows the tokens observed, at most ``budget`` in a row; nothing where there is no guess.
 
-        A drafter whose tokens cost something asks ``go_on`` after each, and stops where the answer is no: after that
-        token, not before it. Of a sample, whatever goes wrong after a token was drawn, what was drawn must be returned.
+        A drafter each of whose tokens costs something asks ``go_on`` after each, of the path of its choices, and stops
+        where the answer is no: after that token, not before it. Of a sample, whatever goes wrong after a token was
+        drawn, what was drawn must be returned.
         """
 
     def observe(self, tokens: Sequence[int]) -> None:

@@ -8,17 +8,18 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from numbers import Integral
+from pathlib import Path
 from typing import Any, Literal, cast, overload
 
 from sakiyomi import core, drafters, pairs, targets
 from sakiyomi.costs import ModelCosts, measure
-from sakiyomi.drafters.trained import load_drafter
+from sakiyomi.drafters.trained import TargetParts, load_drafter
 from sakiyomi.engine import Chunk, Engine, FinishReason, Request
 from sakiyomi.errors import OptionError, PromptError
 from sakiyomi.interfaces import Drafter, Exactness, Target, Verification
-from sakiyomi.loading import DTYPES, DeviceMap, LoadedModel, check_device, trained_for
+from sakiyomi.loading import DTYPES, DeviceMap, LoadedModel, by_name, check_device, trained_for
 from sakiyomi.policy import AdaptivePolicy, FixedPolicy, Policy
 from sakiyomi.sampling import SamplingParams
 from sakiyomi.stats import Stats
@@ -86,7 +87,8 @@ def load(
     ``num_speculative_tokens``: tokens to draft in a round; None drafts as many as pay, for which the costs of the
     model are measured once, in about a second. ``verification``: see :class:`LLM`. ``draft_model``: a smaller model to
     draft with, named as ``model`` is; its tokenizer may be another. ``draft_weights``: its ``weights``. ``trained``:
-    the folder of a drafter trained for this model, or several; those that come with sakiyomi need no mention.
+    the folder of a drafter trained for this model, or several; those that come with sakiyomi need no mention. What
+    ``drafter`` names of them is loaded now, others where a call first names them.
     ``context_length`` lowers the model's own. ``device`` ("cuda", "mps", ...) and ``device_map`` (as for transformers'
     ``from_pretrained``) say where it runs: elsewhere than on the processor through its transformers module, like
     architectures beyond the Llama family and quantised weights, for which sakiyomi[huggingface] must be installed.
@@ -100,7 +102,10 @@ def load(
     # What is wrong here should not cost the time of loading.
     heads = trained_for(model, trained)
     if isinstance(drafter, str):
-        drafters.parse(drafter, [*heads, *([drafters.MODEL] if draft_model is not None else [])])
+        names = drafters.parse(drafter, [*heads, *([drafters.MODEL] if draft_model is not None else [])])
+        for name, folder in by_name(trained).items():
+            if names and name not in names:
+                raise OptionError(f"trained={str(folder)!r}: drafter={drafter!r} goes without; add +{name} to it")
     draft_length(num_speculative_tokens)
     method(verification)
     if draft_weights is not None:
@@ -116,6 +121,14 @@ def load(
         )
     where: dict[str, Any] = {"dtype": dtype, "device": device, "device_map": device_map, "progress": progress}
     loaded = LoadedModel.load(model, weights=weights, kernels=kernels, context_length=context_length, **where)
+
+    @cache
+    def parts() -> TargetParts:  # the same for all trained drafters; where none is loaded nobody needs it
+        return loaded.parts
+
+    def load_trained(folder: Path) -> Drafter:
+        return load_drafter(folder, parts(), kernels=kernels, device=device)
+
     drafting = costs = None
     if draft_model is not None:
         small = LoadedModel.load(draft_model, weights=draft_weights, kernels=kernels, **where)
@@ -130,14 +143,13 @@ def load(
         num_speculative_tokens=num_speculative_tokens,
         verification=verification,
         draft_model=drafting,
-        trained={
-            name: partial(load_drafter, folder, loaded.parts, kernels=kernels, device=device)
-            for name, folder in heads.items()
-        },
+        trained={name: partial(load_trained, folder) for name, folder in heads.items()},
         costs=loaded.costs,
     )
+    if num_speculative_tokens != 0:
+        llm.prepare()  # now, not in the first answer
     if drafter not in (None, "none") and num_speculative_tokens is None:
-        ours = llm.costs()  # now, not in the first answer
+        ours = llm.costs()
         if costs is not None and (ratio := costs.seconds(1, 0) / ours.seconds(1, 0)) > pairs.PAYS:
             warnings.warn(
                 f"a row of the draft model takes {ratio:.2f} of the time of the target's: it will hardly be asked; "
@@ -188,6 +200,10 @@ class LLM:
         self.verification = method(verification)
         self._chosen(drafter)
 
+    def prepare(self) -> None:
+        """Load the drafters that answers have by default, which otherwise happens in the first one."""
+        self._chosen(self.drafter, self._kept)
+
     def costs(self) -> ModelCosts:
         """Return what the target's forwards cost, as far as is known by now."""
         if self._costs is None:
@@ -232,7 +248,7 @@ class LLM:
         Raises OptionError.
         """
         k, way = self._length(num_speculative_tokens), self._verification(verification)
-        found = self._chosen(drafter, {})
+        found = self._chosen(drafter, None if k == 0 else {})
         if k == 0 or not found:
             return Speculation()
         if k is None:
@@ -373,7 +389,7 @@ class LLM:
     ) -> Speculation:
         """Return the drafters that this LLM keeps, with its policy."""
         k, way = self._length(num_speculative_tokens), self._verification(verification)
-        found = self._chosen(drafter, self._kept)
+        found = self._chosen(drafter, None if k == 0 else self._kept)
         if k == 0 or not found:
             return Speculation()
         if k is not None:

@@ -15,6 +15,7 @@ import sakiyomi
 from sakiyomi import models, targets
 from sakiyomi.costs import ModelCosts, measured
 from sakiyomi.cpus import cpu_name
+from sakiyomi.drafters import TRAINED
 from sakiyomi.drafters.trained import TargetParts, kind
 from sakiyomi.errors import OptionError, UnsupportedModelError
 from sakiyomi.targets.decoder import DecoderConfig, Reader
@@ -91,7 +92,12 @@ class LoadedModel:
 
     @property
     def parts(self) -> TargetParts:
-        """What drafters trained for the model may use of it. Raises UnsupportedModelError, CorruptModelError."""
+        """What drafters trained for the model may use of it; read from its files each time.
+
+        ``head`` is the weights alone: of a model whose logits aren't head * h (they have a bias, a scale or a soft cap,
+        as in phi, cohere, granite or gemma2), drafters need a head of their own. Raises UnsupportedModelError,
+        CorruptModelError.
+        """
         from sakiyomi.targets.huggingface import HuggingFaceTarget
 
         target = self.target
@@ -153,18 +159,28 @@ def trained_for(
 
     Raises ModelError or OptionError for what is no drafter.
     """
-    folders = [given] if isinstance(given, str | os.PathLike) else list(given)
+    found = by_name(given)
+    ours = _TRAINED / model if isinstance(model, str) and model in models.KNOWN_MODELS else None
+    for folder in sorted(ours.iterdir()) if ours and ours.is_dir() else ():
+        if folder.name in TRAINED and folder.is_dir():
+            found.setdefault(folder.name, folder)
+    return found
+
+
+def by_name(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> dict[str, Path]:
+    """Return the folders of trained drafters by the names that they go by. Raises ModelError or OptionError."""
+    try:
+        folders = [Path(each) for each in ([given] if isinstance(given, str | os.PathLike) else given)]
+    except TypeError:
+        raise OptionError(f"trained={given!r}: must be the folder of a drafter, or several") from None
     found: dict[str, Path] = {}
-    for folder in map(Path, folders):
+    for folder in folders:
         name = kind(folder)
         if name in found:
             raise OptionError(
                 f"trained={str(folder)!r}: is a {name} drafter, and so is {found[name]}; give one of them"
             )
         found[name] = folder
-    ours = _TRAINED / model if isinstance(model, str) and model in models.KNOWN_MODELS else None
-    for folder in sorted(ours.iterdir()) if ours and ours.is_dir() else ():
-        found.setdefault(folder.name, folder)
     return found
 
 

@@ -6,6 +6,7 @@ acceptance (``acceptance.py``) along its path; seconds come from measured costs 
 second, is the going rate of the sequence, or that of the round so far where it is higher: where the draft stood so
 far, the next round would be as good a one, and bring the token too. A draft, chain or tree, is cut to its most valuable
 part; the drafts of several drafters are one tree, in which what they agree on is checked once; no draft is worth 0.
+A draft that is a sample is checked whole and alone.
 
 Whatever was proposed is compared with what the target wrote, whether it was checked or not: the target's text does not
 depend on it.
@@ -22,7 +23,7 @@ from typing import Protocol
 
 from sakiyomi.acceptance import Acceptance, Odds
 from sakiyomi.costs import ModelCosts
-from sakiyomi.drafting import Source, depth, first_path
+from sakiyomi.drafting import Source, depth, first_path, renumbered
 from sakiyomi.errors import OptionError
 from sakiyomi.interfaces import Draft, GoOn, always
 
@@ -134,7 +135,7 @@ class _AtMostSession:
 
 
 class AdaptivePolicy:
-    """Drafts as many tokens as pay, from whichever drafter pays most; none where none does.
+    """Checks as many as pay of the tokens that its drafters propose together; none where none do.
 
     ``costs``: of the target's forwards, corrected as rounds go by. What it learns of each drafter, by name, it keeps
     from sequence to sequence.
@@ -167,19 +168,21 @@ class Experience:
         self.acceptance = Acceptance()
         self.call_s: float | None = None
         self.worth = _FIRST_WORTH
-        self._added = list(_FIRST_ADDED)
+        self._added = [[share * _FIRST_OUTLOOK, _FIRST_OUTLOOK] for share in _FIRST_ADDED]
         self.budget = 2
         self.idle_s = 0.0
         self.failures = 0
 
     def added(self, value: float) -> float:
         """Return what share of its outlook a proposal adds to a draft that is worth ``value`` without it."""
-        return self._added[bisect_right(_VALUES, value)]
+        added, outlook = self._added[bisect_right(_VALUES, value)]
+        return min(added / outlook, _MOST_ADDED)
 
-    def add(self, value: float, share: float) -> None:
-        """Take note of what a proposal added."""
-        place = bisect_right(_VALUES, value)
-        self._added[place] += _RECENT_ADDED * (min(max(share, 0.0), _MOST_ADDED) - self._added[place])
+    def add(self, value: float, added: float, outlook: float) -> None:
+        """Take note of how many tokens a proposal added, and of how many its outlook was. Older ones fade."""
+        sums = self._added[bisect_right(_VALUES, value)]
+        for i, tokens in enumerate((added, outlook)):
+            sums[i] = sums[i] * _RECENT_ADDED + max(tokens, 0.0)
 
 
 class Ledger:
@@ -311,11 +314,17 @@ class AdaptiveSession:
             self._proposed(member, draft, tree)
             member.took(member.source.seconds + time.perf_counter() - proposed)
         plan = tree.plan(prices)
+        # A sample takes the place of all other drafts: so it is asked for before time is spent on others, and only if
+        # it can be expected to be worth more than what is there.
+        costly.sort(key=lambda member: not member.source.sampled)
         for member in costly if self._rounds > 1 else ():  # the first token shouldn't wait for a model to read
+            sampled = member.source.sampled
             times = _DraftTimes.of(member, context)
             outlook = _outlook(member, times, prices, limit, left)
-            added = member.experience.added(plan.value)
-            if added * outlook.tokens - outlook.price <= _LEAST:
+            added = 1.0 if sampled else member.experience.added(plan.value)
+            if added * outlook.tokens - outlook.price <= max(_LEAST, plan.value if sampled else 0.0):
+                if sampled and plan.draft:
+                    continue
                 cost_s = times.first + times.once / 4 + prices.seconds[1]  # what is read once is read
                 if cost_s > member.stake_s or not member.may_probe(cost_s):
                     continue
@@ -324,12 +333,14 @@ class AdaptiveSession:
                     continue
             draft = _ask_costly(member, limit, times, prices, context)
             self._proposed(member, draft, tree)
-            if draft.distributions is not None:  # a sample: how much of it to check was decided as it was drawn
-                plan = _Plan(draft, 0.0, ((member,),) * len(draft))
-                break
+            if sampled:
+                if draft:  # how much of it to check was decided as it was drawn
+                    plan = _Plan(draft, 0.0, ((member,),) * len(draft))
+                    break
+                continue
             before, plan = plan.value, tree.plan(prices)
-            if outlook.tokens > _LEAST:
-                member.experience.add(before, (plan.value - before) / outlook.tokens)
+            if outlook.tokens > 0:
+                member.experience.add(before, plan.value - before, outlook.tokens)
         for member, _ in self._proposals:
             member.brought(plan.worth.get(member, 0.0))
         self._plan = plan
@@ -398,7 +409,8 @@ class AdaptiveSession:
 _MARGIN = 1.05  # estimates are noisy, and what is chosen looks better than it is
 _LEAST = 0.02  # a draft worth fewer tokens isn't checked: estimates are no better
 _VALUES = (0.1, 0.4, 0.8, 1.5)  # bounds of what a draft is worth without another drafter
-_FIRST_ADDED, _RECENT_ADDED, _MOST_ADDED = (1.0, 0.7, 0.5, 0.4, 0.3), 0.1, 3.0
+_FIRST_ADDED, _FIRST_OUTLOOK = (1.0, 0.7, 0.5, 0.4, 0.3), 10.0  # what is believed weighs as much as so many tokens
+_RECENT_ADDED, _MOST_ADDED = 0.9, 3.0
 _CHEAP = 0.02  # a drafter whose proposals take less than the time of so many tokens is asked in every round
 _RECENT = 0.95
 _FIRST_WORTH, _RECENT_WORTH = 0.5, 0.03
@@ -442,11 +454,15 @@ class _Prices:
 
 @dataclass(frozen=True, slots=True)
 class _DraftTimes:
-    """Seconds of a costly drafter: of its first token, of each next one, and once to read what it hasn't read."""
+    """Seconds of a costly drafter: of its first token, of each next one, and once to read what it hasn't read.
+
+    ``rows``: of a forward that drafts. Where one drafts many tokens, the next ones cost nothing.
+    """
 
     first: float
     next: float
     once: float
+    rows: int = 1
 
     @classmethod
     def of(cls, member: _Member, context: int) -> _DraftTimes:
@@ -454,7 +470,10 @@ class _DraftTimes:
         if costs is None:
             one = (member.experience.call_s or 0.0) / member.experience.budget
             return cls(one, one, 0.0)
-        unread = member.source.unread
+        unread, at_once = member.source.unread, member.source.at_once
+        if at_once > 1:
+            first = costs.seconds(at_once + min(unread, 2), context)
+            return cls(first, 0.0, max(0.0, costs.seconds(at_once + unread, context) - first), at_once)
         first = costs.seconds(max(1, min(unread, 2)), context)
         return cls(first, costs.seconds(1, context), costs.seconds(max(1, unread), context) - first)
 
@@ -480,7 +499,7 @@ def _outlook(
     survival, tokens, spent = 1.0, 1.0, 0.0
     gain = price = 0.0
     best, rounds = _Outlook(), 1.0
-    for count in range(1, limit + 1):
+    for count in range(1, (min(limit, times.rows) if times.rows > 1 else limit) + 1):
         survival *= 1.0 if surely else member.average(count)
         own_s, rows_s = times.next if count > 1 else times.first, prices.seconds[count] - prices.seconds[count - 1]
         gain += survival - prices.price(rows_s, tokens, spent)
@@ -489,7 +508,7 @@ def _outlook(
         spent += own_s + rows_s
         if spent > member.stake_s:
             break
-        if gain - price > best.tokens - best.price or not best.price:
+        if gain - price > best.tokens - best.price or count == 1:
             best, rounds = _Outlook(gain, price), max(1.0, horizon / tokens)
     return _Outlook(best.tokens, best.price + prices.rate * times.once / rounds)
 
@@ -529,8 +548,8 @@ def _ask_costly(member: _Member, budget: int, times: _DraftTimes, prices: _Price
     factor = member.source.seconds / foreseen if foreseen else 1.0
     member.draft_s -= factor * times.once
     member.reading_s += factor * times.once
-    if member.source.costs and stop.count:
-        member.source.costs.observe(1, context, factor * times.next)
+    if member.source.costs and (stop.count or draft):
+        member.source.costs.observe(times.rows, context, factor * (times.next or times.first))
     return draft
 
 
@@ -602,12 +621,10 @@ class _Tree:
         return _Plan(self._draft(kept, tuple(worth)), best, tuple(self._owners[i] for i in kept), worth)
 
     def _draft(self, kept: Sequence[int], members: Sequence[_Member]) -> Draft:
-        places = {-1: -1, **{index: place for place, index in enumerate(kept)}}
-        parents = tuple(places[self._parents[i]] for i in kept)
         before = [self._survivals[p] if (p := self._parents[i]) >= 0 else 1.0 for i in kept]
         return Draft(
             tuple(self._tokens[i] for i in kept),
-            None if parents == tuple(range(-1, len(kept) - 1)) else parents,
+            renumbered(self._parents, kept),
             tuple(min(1.0, self._survivals[i] / each) for i, each in zip(kept, before, strict=True)),
             "+".join(member.source.name for member in members),
         )

@@ -27,6 +27,7 @@ draft_vocab_size, m layers read, r any rank):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,10 +50,11 @@ from sakiyomi.drafters.trained import (
     head,
     hidden_layer_ids,
     layer_config,
+    whole,
 )
 from sakiyomi.drafters.tree import Choices, Choosing
 from sakiyomi.errors import CorruptModelError, UnsupportedModelError
-from sakiyomi.interfaces import Costs, TargetSequence
+from sakiyomi.interfaces import Costs, Draft, GoOn, TargetSequence, always
 from sakiyomi.sampling import SamplingParams
 from sakiyomi.targets.decoder import Reader
 
@@ -158,11 +160,20 @@ class BlockDrafter(StateDrafter):
         """Begin a sequence with these token ids."""
         return BlockSession(self, prompt, params, sampled)
 
+    @property
+    def at_once(self) -> int:
+        """Tokens in a row that one forward drafts."""
+        return self.deepest
+
     @torch.inference_mode()
     def _run(self, rows: int) -> None:
-        logits, _ = self.model.forward(self.new_memory(), None, 0, rows)
-        following, _ = self.model.following(logits[-1], [0])
-        Choosing(self.names, SamplingParams(), False, self.width)(following, 0, 0)
+        model, count = self.model, min(rows, self.deepest)
+        context = torch.zeros(rows - count, model.mask.shape[0], device=model.device) if rows > count else None
+        logits, states = model.forward(self.new_memory(), context, 0, count)
+        choose = Choosing(self.names, SamplingParams(), False, self.width)
+        expand = _Expand(model, choose, logits, states, 0, 0)
+        for position in range(count):  # choosing along the block is part of what a draft takes
+            expand([0] * self.width if position else [-1], [0], [-1])
 
 
 class BlockSession(StateSession):
@@ -171,6 +182,13 @@ class BlockSession(StateSession):
     def __init__(self, drafter: BlockDrafter, prompt: Sequence[int], params: SamplingParams, sampled: bool) -> None:
         super().__init__(drafter, prompt, params, sampled)
         self._model = drafter.model
+
+    def propose(self, budget: int, go_on: GoOn = always) -> Draft:
+        """Return a tree of what may follow.
+
+        Nobody is asked whether to go on: all has been computed with the first token, and costs nothing more.
+        """
+        return super().propose(budget)
 
     def _begin(self, memory: TargetSequence, budget: int) -> _Expand:
         model, length = self._model, len(self._ids)
@@ -255,18 +273,18 @@ def make_model(
     """
     if config.get("version") != 1:
         raise UnsupportedModelError(f"{folder}: version {config.get('version')!r} of block drafters; 1 is supported")
-    given, block_size = config.get("transformer_layer_config"), config.get("block_size")
+    given, block_size = config.get("transformer_layer_config"), whole(folder, config, "block_size")
     if not isinstance(given, Mapping):
         raise CorruptModelError(f"{folder}: transformer_layer_config must be an object")
-    if type(block_size) is not int or block_size < 1:
-        raise CorruptModelError(f"{folder}: block_size {block_size!r} must be a whole number of at least 1")
     decoder = layer_config(folder, given, parts)
     if decoder.layers != 1:
         raise UnsupportedModelError(f"{folder}: a block drafter of {decoder.layers} layers; one is supported")
     hidden_layers = hidden_layer_ids(folder, config.get("hidden_layers"), parts)
     size, names = draft_vocabulary(folder, config, tensors, parts.vocab_size)
-    temperatures = config.get("confidence_temperatures") or [1.0] * block_size
-    if len(temperatures) != block_size or not all(isinstance(t, int | float) and t > 0 for t in temperatures):
+    temperatures = config.get("confidence_temperatures")
+    temperatures = [1.0] * block_size if temperatures is None else temperatures
+    numbers = isinstance(temperatures, list) and all(isinstance(t, int | float) for t in temperatures)
+    if not numbers or len(temperatures) != block_size or not all(0 < t < math.inf for t in temperatures):
         raise CorruptModelError(f"{folder}: confidence_temperatures must be {block_size} numbers above 0")
     how = Kernels.find(weights, kernels, device, decoder.head_dim)
     hidden = decoder.hidden_size
@@ -284,7 +302,7 @@ def make_model(
         norm = vector("norm.weight", hidden)
         markov, rank = None, 0
         if "markov.w1" in read:
-            rank = tensors["markov.w1"].shape[-1]
+            rank = math.prod(tensors["markov.w1"].shape[1:])
             table = read.table("markov.w1", parts.vocab_size, rank)
             markov = Embedding(table, how.device), how.linear(read.table("markov.w2", rank, size).T.contiguous())
         confidence = None

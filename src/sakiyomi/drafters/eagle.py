@@ -227,7 +227,7 @@ def is_third(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torc
     kind = config.get("speculators_model_type")
     if kind not in (None, "eagle3"):
         raise UnsupportedModelError(f"{folder}: speculators_model_type {kind!r} is not supported: 'eagle3' is")
-    architectures = " ".join(map(str, config.get("architectures") or ()))
+    architectures = str(config.get("architectures"))
     if kind == "eagle3" or "eagle3" in architectures.lower() or "midlayer.hidden_norm.weight" in tensors:
         return True
     if "fc.weight" not in tensors or "layers.0.self_attn.q_proj.weight" not in tensors:
@@ -275,7 +275,8 @@ def _third(
     options = {**config, **(nested if isinstance(nested, Mapping) else {})}
     if decoder.layers != 1:
         raise UnsupportedModelError(f"{folder}: an EAGLE-3 drafter of {decoder.layers} layers; one is supported")
-    hidden, source = decoder.hidden_size, options.get("target_hidden_size") or decoder.hidden_size
+    hidden, source = decoder.hidden_size, options.get("target_hidden_size")
+    source = hidden if source is None else source
     check_fit(folder, "hidden_size", source, parts.hidden_size)
     layers = hidden_layer_ids(folder, options.get("eagle_aux_hidden_state_layer_ids"), parts)
     size, names = draft_vocabulary(folder, options, tensors, parts.vocab_size)

@@ -7,33 +7,29 @@ that a draft is wanted, so head 0 says what comes next, and a draft is a tree of
 
 from __future__ import annotations
 
-import heapq
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from sakiyomi.costs import ModelCosts, measure_rows
 from sakiyomi.distribution import Ids
 from sakiyomi.drafters.layers import Apply, Kernels
-from sakiyomi.drafters.mlp import (
-    STEP_ROWS,
-    LastState,
-    Node,
-    as_draft,
+from sakiyomi.drafters.trained import (
+    DraftWeights,
+    LastStateDrafter,
+    LastStateSession,
+    TargetParts,
     check_fit,
-    check_size,
-    draft_ids,
+    draft_names,
     whole,
 )
-from sakiyomi.drafters.model import ALTERNATIVE, likely
-from sakiyomi.drafters.trained import DraftWeights, TargetParts
-from sakiyomi.interfaces import HEAD_INPUT, Costs, Draft, GoOn, always
+from sakiyomi.drafters.tree import Choices, Choosing
+from sakiyomi.interfaces import Costs
 from sakiyomi.models import open_weights
-from sakiyomi.sampling import SamplingParams, host
+from sakiyomi.sampling import SamplingParams
 from sakiyomi.targets.decoder import Reader
 
 _PREFIXES = ("", "medusa_head.", "medusa_heads.", "heads.")
@@ -53,11 +49,11 @@ class MedusaHead:
 class MedusaHeads:
     """Heads, ready to run. Several may have one output, the very tensor.
 
-    ``ids``: the target's ids of a reduced draft vocabulary, int64 [D]; None where it has the target's own.
+    ``names``: the target's tokens that a reduced draft vocabulary is of, int64 [D]; None where it has the target's own.
     """
 
-    def __init__(self, heads: Sequence[MedusaHead], ids: Ids | None, kernels: Kernels) -> None:
-        self.ids = ids
+    def __init__(self, heads: Sequence[MedusaHead], names: Ids | None, kernels: Kernels) -> None:
+        self.names = names
         self.hidden_size = heads[0].output.shape[1]
         self.device = kernels.device
         outputs: dict[int, Apply] = {}
@@ -78,17 +74,11 @@ class MedusaHeads:
         return output(x)
 
 
-class MedusaDrafter:
-    """Drafts with Medusa heads.
+class MedusaDrafter(LastStateDrafter):
+    """Drafts with Medusa heads, as a tree; see :class:`~sakiyomi.drafters.trained.TreeDrafter`.
 
-    ``width``: how many tokens a head may hold likely; 1 drafts chains. ``max_nodes``: most tokens of a draft. Nothing
-    is drafted after ``eos_ids`` and a request's ``stop_token_ids``. ``costs``: what a head costs, measured if None.
-    Raises OptionError.
+    ``costs``: what a head costs, measured if None. Raises OptionError.
     """
-
-    name = "medusa"
-    samples = False
-    hidden_layers = (HEAD_INPUT,)
 
     def __init__(
         self,
@@ -99,80 +89,58 @@ class MedusaDrafter:
         max_nodes: int = 24,
         eos_ids: Collection[int] = (),
     ) -> None:
-        check_size(width, max_nodes)
         self.model = model
-        self.width, self.max_nodes = width, max_nodes
-        self.eos_ids = frozenset(eos_ids)
-        self.costs: Costs | None = costs or ModelCosts(measure_rows(self._step, STEP_ROWS, seconds=0.03))
+        super().__init__(
+            "medusa",
+            model.names,
+            width=width,
+            max_nodes=max_nodes,
+            eos_ids=eos_ids,
+            deepest=len(model),
+            costs=costs,
+        )
 
     def session(self, prompt: Sequence[int], params: SamplingParams, sampled: bool = False) -> MedusaSession:
         """Begin a sequence with these token ids."""
-        return MedusaSession(self, prompt, params)
+        return MedusaSession(self, prompt, params, sampled)
 
-    def _step(self, rows: int) -> None:
-        """Run a head as a draft does; of as many sequences as there are rows."""
-        logits = self.model.logits(0, torch.zeros(rows, self.model.hidden_size, device=self.model.device))
-        for row in host(logits):
-            likely(row, self.model.ids, SamplingParams(), 0, 0, self.width)
+    @torch.inference_mode()
+    def _run(self, rows: int) -> None:
+        logits = self.model.logits(0, torch.zeros(rows, self.model.hidden_size))
+        Choosing(self.names, SamplingParams(), False, self.width)(logits, 0, 0)
 
 
-class MedusaSession(LastState):
+class MedusaSession(LastStateSession):
     """Medusa heads beside one sequence."""
 
-    def __init__(self, drafter: MedusaDrafter, prompt: Sequence[int], params: SamplingParams) -> None:
-        super().__init__(prompt, params, drafter.eos_ids)
-        self._drafter = drafter
+    def __init__(self, drafter: MedusaDrafter, prompt: Sequence[int], params: SamplingParams, sampled: bool) -> None:
+        super().__init__(drafter, prompt, params, sampled)
+        self._model = drafter.model
 
-    def propose(self, budget: int, go_on: GoOn = always) -> Draft:
-        """Return a tree of what the heads hold likely, at most ``budget`` tokens deep; nothing without the last state.
-
-        Nearly all of a head's time goes into its output, which no other head shares the input of. So heads are run one
-        by one, and only while they are wanted: ``go_on`` is asked after each, with the confidence of its likeliest.
-        """
-        drafter, model, params = self._drafter, self._drafter.model, self.params
-        levels: list[list[tuple[int, float]]] = []
-        if (state := self.state) is None:
-            return Draft(drafter=drafter.name)
-        for head in range(min(budget, len(model), drafter.max_nodes)):
-            (logits,) = host(model.logits(head, state))
-            found = likely(logits, model.ids, params, params.seed, len(self.ids) + head, drafter.width)
-            if not found:  # its logits aren't numbers
-                break
-            levels.append([(index if model.ids is None else int(model.ids[index]), each) for index, each in found])
-            if not go_on(max(each for _, each in found)) or levels[-1][0][0] in self.ends:
-                break
-        return as_draft(_tree(levels, drafter.max_nodes, self.ends), drafter.name)
+    def _begin(self, state: torch.Tensor) -> _Expand:
+        return _Expand(self._model, self._choose, state, len(self._ids))
 
 
-def _tree(levels: Sequence[Sequence[tuple[int, float]]], most: int, ends: Collection[int]) -> list[Node]:
-    """Return up to ``most`` nodes: the path of each level's first (token, confidence), then the likeliest others."""
-    nodes: list[Node] = []
-    waiting: list[tuple[float, int, int, int, int]] = []  # (-path, age, parent, level, which of the level's tokens)
+class _Expand:
+    """Runs a head for each level of one draft: only those that are wanted, since no two share the input of an output,
+    where nearly all of the time goes.
+    """
 
-    def wait(parent: int, level: int, which: int) -> None:
-        if level < len(levels) and which < len(levels[level]):
-            path = (nodes[parent].path if parent >= 0 else 1.0) * levels[level][which][1]
-            if path >= ALTERNATIVE:
-                heapq.heappush(waiting, (-path, len(nodes) * len(levels) + level, parent, level, which))
+    def __init__(self, model: MedusaHeads, choose: Choosing, state: torch.Tensor, length: int) -> None:
+        self._model, self._choose, self._state = model, choose, state
+        self._length, self._head = length, 0
 
-    for level, ((token, confidence), *_) in enumerate(levels):
-        nodes.append(Node(token, level - 1, confidence, confidence * (nodes[-1].path if nodes else 1.0)))
-    for level in range(len(levels)):
-        wait(level - 1, level, 1)
-    while waiting and len(nodes) < most:
-        negative, _, parent, level, which = heapq.heappop(waiting)
-        token, confidence = levels[level][which]
-        nodes.append(Node(token, parent, confidence, -negative))
-        wait(parent, level, which + 1)  # after its elder, so that a node's first child is the head's choice
-        if token not in ends:
-            wait(len(nodes) - 1, level + 1, 0)
-    return nodes
+    def __call__(self, level: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> list[Choices]:
+        logits = self._model.logits(self._head, self._state)
+        (choices,) = self._choose(logits, self._length + self._head, self._length)
+        self._head += 1
+        return [choices] * len(level)
 
 
 def read_heads(
-    weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], parts: TargetParts
+    folder: Path, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], parts: TargetParts
 ) -> tuple[list[MedusaHead], Ids | None]:
-    """Return the heads in a Medusa checkpoint as they are stored, and the target's ids of their draft vocabulary.
+    """Return the heads in a Medusa checkpoint as they are stored, and the target's tokens of their draft vocabulary.
 
     Two layouts are known. The paper's own, whose names may follow ``medusa_head.``, ``medusa_heads.`` or ``heads.``:
     block l of head h is ``h.l.linear.weight`` and ``h.l.linear.bias``, the output ``h.n.weight`` after n blocks.
@@ -182,10 +150,10 @@ def read_heads(
 
     Raises OptionError for heads of another target; CorruptModelError or UnsupportedModelError.
     """
-    count = whole(config, "medusa_num_heads", "num_heads")
-    depth = whole(config, "medusa_num_layers", "num_hidden_layers", default=1, least=0)
-    check_fit("hidden size", whole(config, "hidden_size", default=parts.hidden_size), parts.hidden_size)
-    check_fit("vocabulary size", whole(config, "vocab_size", default=parts.vocab_size), parts.vocab_size)
+    count = whole(folder, config, "medusa_num_heads", "num_heads")
+    depth = whole(folder, config, "medusa_num_layers", "num_hidden_layers", default=1, least=0)
+    for what, size in (("hidden_size", parts.hidden_size), ("vocab_size", parts.vocab_size)):
+        check_fit(folder, what, whole(folder, config, what, default=size), size)
     reader = Reader(weights, torch.float32)
     hidden, vocab = parts.hidden_size, parts.vocab_size
     of_vllm = any("lm_head" in name for name in weights)
@@ -205,10 +173,7 @@ def read_heads(
     ids = None
     for name in (prefix + "token_map", "token_map", prefix + "d2t", "d2t"):
         if name in weights:
-            given = weights[name]
-            if name.endswith("token_map") and given.dim() == 1:
-                given = given - torch.arange(len(given), dtype=given.dtype, device=given.device)
-            ids = draft_ids(given, vocab, name=name)
+            ids = draft_names(f"{folder}: {name!r}", weights[name], vocab, offsets=name.endswith("d2t"))
             break
 
     outputs: dict[str, torch.Tensor] = {}
@@ -217,7 +182,7 @@ def read_heads(
         if name not in outputs:
             stored = weights.get(name)
             if stored is not None and stored.dim() == 2:
-                check_fit("hidden size", stored.shape[1], hidden)
+                check_fit(folder, "hidden_size", stored.shape[1], hidden)
             if ids is not None and stored is not None and len(stored) == vocab:
                 outputs[name] = reader.table(name, vocab, hidden)[torch.from_numpy(ids)]
             else:
@@ -238,22 +203,24 @@ def read_heads(
 
 
 def load(
-    folder: str | os.PathLike[str],
+    folder: Path,
     config: Mapping[str, Any],
     parts: TargetParts,
     *,
     weights: DraftWeights = "auto",
     kernels: str = "auto",
+    device: torch.device | str | None = None,
     costs: Costs | None = None,
     width: int = 4,
     max_nodes: int = 24,
 ) -> MedusaDrafter:
     """Load Medusa heads for a target; the layouts are those of :func:`read_heads`.
 
-    ``config``: the folder's config.json. ``weights``, ``kernels``: see :class:`~sakiyomi.drafters.layers.Kernels`; the
-    rest: :class:`MedusaDrafter`. Raises OptionError where they were made for another target, ModelError.
+    ``config``: the folder's config.json. ``weights``, ``kernels``, ``device``: see
+    :class:`~sakiyomi.drafters.layers.Kernels`; the rest: :class:`MedusaDrafter`. Raises OptionError where they were
+    made for another target, ModelError.
     """
-    check_size(width, max_nodes)
-    heads, ids = read_heads(open_weights(folder), config, parts)
-    model = MedusaHeads(heads, ids, Kernels.find(weights, kernels, parts.head.device))
+    with torch.inference_mode():
+        heads, names = read_heads(folder, open_weights(folder), config, parts)
+        model = MedusaHeads(heads, names, Kernels.find(weights, kernels, device))
     return MedusaDrafter(model, costs=costs, width=width, max_nodes=max_nodes, eos_ids=parts.eos_ids)

@@ -42,7 +42,7 @@ class DraftModel:
 
     def ends(self, params: SamplingParams) -> frozenset[int]:
         """Return the target's tokens after which nothing is worth drafting."""
-        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
+        return ends(params, self._eos_ids)
 
     def outgrown(self, length: int) -> None:
         """Warn, once, that a sequence of so many tokens doesn't fit: its draft session proposes nothing from now on."""
@@ -54,6 +54,11 @@ class DraftModel:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def ends(params: SamplingParams, eos_ids: frozenset[int]) -> frozenset[int]:
+    """Return the tokens after which nothing is worth drafting."""
+    return (frozenset() if params.ignore_eos else eos_ids).union(params.stop_token_ids)
 
 
 class Reader:

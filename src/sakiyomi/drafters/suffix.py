@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
 from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import numpy.typing as npt
 from sakiyomi import core
 from sakiyomi.core.trie import SuffixDrafts, SuffixTrie
 from sakiyomi.errors import OptionError
+from sakiyomi.files import replace_file
 from sakiyomi.interfaces import Draft, GoOn, always
 from sakiyomi.sampling import SamplingParams
 
@@ -97,7 +96,8 @@ class SuffixDrafter:
         metadata = {"format": _FORMAT, "version": _FORMAT_VERSION}
         if tokenizer is not None:
             metadata["tokenizer"] = tokenizer
-        _replace(path, save(tensors, metadata))
+        content = save(tensors, metadata)
+        replace_file(path, lambda temporary: temporary.write_bytes(content))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], tokenizer: str | None = None, **options: Any) -> SuffixDrafter:
@@ -162,24 +162,6 @@ def _check(option: str, value: object, low: int, high: int) -> None:
 def _check_tokenizer(tokenizer: object) -> None:
     if tokenizer is not None and not isinstance(tokenizer, str):
         raise OptionError(f"tokenizer={tokenizer!r}: must be a text that tells tokenizers apart, or None")
-
-
-def _replace(name: str | os.PathLike[str], content: bytes) -> None:
-    """Write a file, whole or not at all. Raises OptionError."""
-    path = Path(name)
-    if not path.name:  # "", "." or "/"
-        raise OptionError(f"{os.fspath(name)!r}: can't be written (not the name of a file)")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        try:
-            temporary.write_bytes(content)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
-    except OSError as error:
-        raise OptionError(f"{path}: can't be written ({error.strerror or error})") from None
 
 
 def _read(path: Path) -> tuple[dict[str, npt.NDArray[Any]], str | None]:

@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sakiyomi.drafters.suffix import _check, _check_tokenizer, _replace
+from sakiyomi.drafters.suffix import _check, _check_tokenizer
 from sakiyomi.errors import OptionError
+from sakiyomi.files import replace_file
 from sakiyomi.interfaces import Draft, GoOn, always
 from sakiyomi.sampling import SamplingParams, derived_seed
 
@@ -103,7 +104,8 @@ class Table:
         metadata |= {"order": str(self.order), "vocab_size": str(self.vocab_size)}
         if tokenizer is not None:
             metadata["tokenizer"] = tokenizer
-        _replace(path, save({name: np.ascontiguousarray(getattr(self, name)) for name in _DTYPES}, metadata))
+        content = save({name: np.ascontiguousarray(getattr(self, name)) for name in _DTYPES}, metadata)
+        replace_file(path, lambda temporary: temporary.write_bytes(content))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], tokenizer: str | None = None) -> Table:

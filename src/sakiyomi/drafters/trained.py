@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -20,13 +19,16 @@ from sakiyomi import models
 from sakiyomi.costs import ModelCosts, measure_rows
 from sakiyomi.distribution import Ids
 from sakiyomi.drafters.layers import Layers
+from sakiyomi.drafters.model import ends
 from sakiyomi.drafters.tree import Choosing, Expand, grow
 from sakiyomi.errors import CorruptModelError, OptionError
-from sakiyomi.interfaces import Costs, Draft, Drafter, GoOn, TargetSequence, always
+from sakiyomi.files import replace_file
+from sakiyomi.interfaces import HEAD_INPUT, Costs, Draft, Drafter, GoOn, TargetSequence, always
 from sakiyomi.sampling import SamplingParams
 from sakiyomi.targets.decoder import DecoderConfig, Reader
 
 DraftWeights = Literal["auto", "int8", "bf16", "fp32"]
+_WAITING = 8192  # tokens of output whose states wait for a drafter that is never asked for a draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +76,15 @@ def load_drafter(
         from sakiyomi.drafters.table import Table, TableDrafter
 
         return TableDrafter(Table.load(folder / "table.safetensors", parts.tokenizer), vocab_size=parts.vocab_size)
+    place = torch.device(device) if device is not None else parts.embedding.device
     if name == "mlp":
         from sakiyomi.drafters import mlp
 
-        return mlp.load(folder, config, parts, weights=weights, kernels=kernels)
+        return mlp.load(folder, config, parts, weights=weights, kernels=kernels, device=place)
     if name == "medusa":
         from sakiyomi.drafters import medusa
 
-        return medusa.load(folder, config, parts, weights=weights, kernels=kernels)
-    place = torch.device(device) if device is not None else parts.embedding.device
+        return medusa.load(folder, config, parts, weights=weights, kernels=kernels, device=place)
     if name == "block":
         from sakiyomi.drafters import block
 
@@ -99,7 +101,10 @@ def kind(folder: str | os.PathLike[str]) -> str:
     """
     folder = Path(folder)
     config = models.read_config(folder)
-    if (found := config.get("model_type")) in _OWN:
+    found = config.get("model_type")
+    if not isinstance(found, str | None):
+        raise CorruptModelError(f"{folder}: model_type {found!r} must be a text")
+    if found in _OWN:
         return _OWN[found]
     if "medusa_num_heads" in config:
         return "medusa"
@@ -130,8 +135,25 @@ def layer_config(folder: Path, config: Mapping[str, Any], parts: TargetParts) ->
     return found
 
 
-def check_fit(folder: Path, what: str, drafter: int, target: int) -> None:
-    """Raise OptionError where a drafter was made for another ``what`` than the target has."""
+def whole(folder: Path, config: Mapping[str, Any], *names: str, default: int | None = None, least: int = 1) -> int:
+    """Return the number that a drafter's config.json has under one of these names. Raises CorruptModelError."""
+    for name in names:
+        if (value := config.get(name)) is not None:
+            if type(value) is not int or value < least:
+                raise CorruptModelError(f"{folder}: {name} {value!r} must be a whole number of at least {least}")
+            return value
+    if default is None:
+        raise CorruptModelError(f"{folder}: config.json lacks {names[0]!r}")
+    return default
+
+
+def check_fit(folder: Path, what: str, drafter: object, target: int) -> None:
+    """Raise OptionError where a drafter was made for another ``what`` than the target has.
+
+    CorruptModelError where what it was made for is no number.
+    """
+    if type(drafter) is not int:
+        raise CorruptModelError(f"{folder}: {what} {drafter!r} must be a whole number")
     if drafter != target:
         raise OptionError(f"{folder}: the drafter was made for a target of {what} {drafter}, this one has {target}")
 
@@ -167,15 +189,28 @@ def draft_vocabulary(
         if size != vocab_size:
             raise CorruptModelError(f"{folder}: the weights lack 'd2t', which a reduced draft vocabulary needs")
         return size, None
-    offsets = weights["d2t"]
-    if tuple(offsets.shape) != (size,) or offsets.is_floating_point():
-        raise CorruptModelError(
-            f"{folder}: 'd2t' is {offsets.dtype} {list(offsets.shape)}, must be whole numbers [{size}]"
-        )
-    names: Ids = offsets.to("cpu", torch.int64).numpy() + np.arange(size)
-    if names.min() < 0 or names.max() >= vocab_size or np.unique(names).size < size:
-        raise CorruptModelError(f"{folder}: 'd2t' must lead to different tokens in 0..{vocab_size - 1}")
+    names = draft_names(f"{folder}: 'd2t'", weights["d2t"], vocab_size, size)
     return size, None if size == vocab_size and (names == np.arange(size)).all() else names
+
+
+def draft_names(
+    what: str, given: torch.Tensor, vocab_size: int, size: int | None = None, *, offsets: bool = True
+) -> Ids:
+    """Return the target's tokens that a drafter's are: int64 [size], i + given[i], or given[i] without ``offsets``.
+
+    ``size``: how many there must be, None for any number. ``what`` they are is for messages. Raises CorruptModelError.
+    """
+    integral = given.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    if given.dim() != 1 or not integral or not len(given) or size not in (None, len(given)):
+        raise CorruptModelError(
+            f"{what} is {given.dtype} {list(given.shape)}, must be whole numbers [{size or 'any number'}]"
+        )
+    names: Ids = given.to("cpu", torch.int64).numpy()
+    if offsets:
+        names = names + np.arange(len(given))
+    if names.min() < 0 or names.max() >= vocab_size or np.unique(names).size < len(names):
+        raise CorruptModelError(f"{what} must lead to different tokens in 0..{vocab_size - 1}")
+    return names
 
 
 def head(folder: Path, read: Reader, size: int, names: Ids | None, hidden: int, parts: TargetParts) -> torch.Tensor:
@@ -262,15 +297,110 @@ class StateModel(Protocol):
         """The target's tokens that its head's rows stand for, None for all."""
 
 
-class StateDrafter:
-    """What drafters have in common whose layers keep keys and values of the target's states.
+class TreeDrafter:
+    """What drafters have in common that draft trees from a target's states.
 
-    ``width``: how many tokens of each level of a draft go on, and how many may follow each. ``max_nodes``: tokens in a
-    draft; ``deepest``: in a row. Nothing is drafted after ``eos_ids`` and a request's ``stop_token_ids``. ``costs``: of
-    its forwards; measured here if left out. Raises OptionError.
+    ``names``: the target's tokens that a head's rows stand for, None for all. ``width``: how many tokens of each level
+    of a draft go on, and how many may follow each. ``max_nodes``: tokens in a draft; ``deepest``: in a row. Nothing is
+    drafted after ``eos_ids`` and a request's ``stop_token_ids``. Raises OptionError.
     """
 
     samples = False
+
+    def __init__(
+        self,
+        name: str,
+        hidden_layers: tuple[int, ...],
+        names: Ids | None,
+        *,
+        width: int,
+        max_nodes: int,
+        eos_ids: Collection[int],
+        deepest: int | None = None,
+    ) -> None:
+        for option, value in (("width", width), ("max_nodes", max_nodes)):
+            if type(value) is not int or value < 1:
+                raise OptionError(f"{option}={value!r}: must be a whole number of at least 1")
+        self.name, self.hidden_layers, self.names = name, hidden_layers, names
+        self.width, self.max_nodes, self.eos_ids = width, max_nodes, frozenset(eos_ids)
+        self.deepest = min(max_nodes, deepest or max_nodes)
+
+
+class TreeSession:
+    """Such a drafter beside one sequence."""
+
+    def __init__(self, drafter: TreeDrafter, prompt: Sequence[int], params: SamplingParams, sampled: bool) -> None:
+        self._ids = list(prompt)
+        self._ends = ends(params, drafter.eos_ids)
+        self._choose = Choosing(drafter.names, params, sampled, drafter.width)
+        self._grow = partial(grow, drafter.name, width=drafter.width, max_nodes=drafter.max_nodes, ends=self._ends)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Take note of tokens that the sequence gained."""
+        self._ids.extend(tokens)
+
+
+class LastStateDrafter(TreeDrafter):
+    """What drafters have in common that read only what the target's head read last.
+
+    ``costs``: of a level of a draft; measured here if left out.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        names: Ids | None,
+        *,
+        width: int,
+        max_nodes: int,
+        eos_ids: Collection[int],
+        deepest: int,
+        costs: Costs | None,
+    ) -> None:
+        super().__init__(name, (HEAD_INPUT,), names, width=width, max_nodes=max_nodes, eos_ids=eos_ids, deepest=deepest)
+        self.costs: Costs = costs or ModelCosts(measure_rows(self._run, (1, 2, 4, 8), seconds=0.03))
+
+    def _run(self, rows: int) -> None:
+        """Compute a level of so many rows, and choose."""
+        raise NotImplementedError
+
+
+class LastStateSession(TreeSession):
+    """Such a drafter beside one sequence: a state, and how many came before it."""
+
+    unread = 0  # there is nothing to catch up with
+
+    def __init__(self, drafter: LastStateDrafter, prompt: Sequence[int], params: SamplingParams, sampled: bool) -> None:
+        super().__init__(drafter, prompt, params, sampled)
+        self._drafter = drafter
+        self._last: torch.Tensor | None = None  # float32 [1, hidden_size]
+        self._count = 0
+
+    def read(self, hidden: Sequence[torch.Tensor]) -> None:
+        """Take the states of the tokens that follow: one tensor, [tokens, hidden_size]."""
+        (states,) = hidden
+        self._count += len(states)
+        if len(states):
+            self._last = states[-1:].to(torch.float32, copy=True)  # a view would keep all of them in memory
+
+    @torch.inference_mode()
+    def propose(self, budget: int, go_on: GoOn = always) -> Draft:
+        """Return a tree of what may follow; nothing where the state of the last token but one isn't known."""
+        drafter = self._drafter
+        if self._last is None or self._count != len(self._ids) - 1 or budget < 1:
+            return Draft(drafter=drafter.name)
+        return self._grow(self._begin(self._last), budget=min(budget, drafter.deepest), go_on=go_on)
+
+    def _begin(self, state: torch.Tensor) -> Expand:
+        """Return what a draft grows by."""
+        raise NotImplementedError
+
+
+class StateDrafter(TreeDrafter):
+    """What drafters have in common whose layers keep keys and values of the target's states.
+
+    ``costs``: of its forwards; measured here if left out.
+    """
 
     def __init__(
         self,
@@ -279,18 +409,21 @@ class StateDrafter:
         *,
         width: int,
         max_nodes: int,
-        eos_ids: frozenset[int],
+        eos_ids: Collection[int],
         costs: Costs | None,
         deepest: int | None = None,
     ) -> None:
-        for option, value in (("width", width), ("max_nodes", max_nodes)):
-            if type(value) is not int or value < 1:
-                raise OptionError(f"{option}={value!r}: must be a whole number of at least 1")
-        self.name, self.hidden_layers = name, model.hidden_layers
-        self.context_length, self.names = model.context_length, model.names
+        super().__init__(
+            name,
+            model.hidden_layers,
+            model.names,
+            width=width,
+            max_nodes=max_nodes,
+            eos_ids=eos_ids,
+            deepest=deepest,
+        )
+        self.context_length = model.context_length
         self.new_memory = model.layers.new_sequence
-        self.width, self.max_nodes, self.eos_ids = width, max_nodes, eos_ids
-        self.deepest = min(max_nodes, deepest or max_nodes)
         self._warned = False
         self.costs: Costs = costs or ModelCosts(measure_rows(self._run))
 
@@ -310,18 +443,16 @@ class StateDrafter:
             )
 
 
-class StateSession:
+class StateSession(TreeSession):
     """Such a drafter beside one sequence: keys and values of all rows made of the target's own states."""
 
     def __init__(self, drafter: StateDrafter, prompt: Sequence[int], params: SamplingParams, sampled: bool) -> None:
+        super().__init__(drafter, prompt, params, sampled)
         self._drafter = drafter
-        self._ids = list(prompt)
         self._states = States()
-        self._memory: TargetSequence | None = drafter.new_memory()  # None: the sequence is too long
+        self._memory: TargetSequence | None = drafter.new_memory()  # None: it drafts nothing any more
         self._held = 0  # rows in memory that are there for good
-        eos_ids = frozenset[int]() if params.ignore_eos else drafter.eos_ids
-        self._ends = eos_ids.union(params.stop_token_ids)
-        self._choose = Choosing(drafter.names, params, sampled, drafter.width)
+        self._most_waiting = len(prompt) + _WAITING
 
     @property
     def unread(self) -> int:
@@ -332,36 +463,37 @@ class StateSession:
         return length - 1 - self._held
 
     def read(self, hidden: Sequence[torch.Tensor]) -> None:
-        """Take the states of the tokens that follow; they are computed when the next draft begins."""
-        if self._memory is not None:
-            self._states.add(hidden)
+        """Take the states of the tokens that follow; they are computed when the next draft begins.
 
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Take note of tokens that the sequence gained."""
-        self._ids.extend(tokens)
+        A session that isn't asked for a draft would keep them all: beyond its context, or many, it gives up.
+        """
+        if self._memory is None:
+            return
+        self._states.add(hidden)
+        known = self._held + self._states.count
+        if known >= self._drafter.context_length:  # there is a token after the last state
+            self._give_up()
+            self._drafter.outgrown(max(known + 1, len(self._ids)))
+        elif self._states.count > self._most_waiting:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._memory = None
+        self._states.clear()
 
     @torch.inference_mode()
     def propose(self, budget: int, go_on: GoOn = always) -> Draft:
         """Return a tree of what may follow; nothing before the target's states are there."""
         drafter, memory, length = self._drafter, self._memory, len(self._ids)
         if memory is not None and length > drafter.context_length:
-            self._memory = memory = None
-            self._states.clear()
+            memory = None
+            self._give_up()
             drafter.outgrown(length)
         if memory is None or budget < 1 or length < 2 or self._held + self._states.count < length - 1:
             return Draft(drafter=drafter.name)
         budget = min(budget, drafter.deepest, drafter.context_length - length + 1)
         try:
-            expand = self._begin(memory, budget)
-            return grow(
-                drafter.name,
-                expand,
-                budget=budget,
-                go_on=go_on,
-                width=drafter.width,
-                max_nodes=drafter.max_nodes,
-                ends=self._ends,
-            )
+            return self._grow(self._begin(memory, budget), budget=budget, go_on=go_on)
         finally:
             memory.truncate(self._held)
 
@@ -480,19 +612,10 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
     contents = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     text = json.dumps(config, indent=1) + "\n"
 
-    def put(name: str, write: Callable[[Path], object]) -> None:
-        temporary = folder / f".{name}.{os.getpid()}.{threading.get_ident()}"
-        try:
-            write(temporary)
-            os.replace(temporary, folder / name)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
-
-    try:
+    def write_weights(path: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        put("model.safetensors", lambda path: save_file(contents, path, metadata={"format": "pt"}))
-        put("config.json", lambda path: path.write_text(text, encoding="utf-8"))
-    except OSError as error:
-        raise OptionError(f"{folder}: can't be written ({error.strerror or error})") from None
+        save_file(contents, path, metadata={"format": "pt"})
+        (folder / "config.json").unlink(missing_ok=True)  # which is of other weights, should this be the end
+
+    replace_file(folder / "model.safetensors", write_weights)
+    replace_file(folder / "config.json", lambda path: path.write_text(text, encoding="utf-8"))

@@ -9,6 +9,7 @@ import torch
 from sakiyomi.distribution import Ids
 from sakiyomi.drafters.layers import top
 from sakiyomi.drafters.model import ALTERNATIVE, LEAST, likely
+from sakiyomi.drafting import renumbered
 from sakiyomi.interfaces import Draft, GoOn
 from sakiyomi.sampling import SamplingParams, draft_seed, host
 
@@ -66,11 +67,9 @@ def grow(
             break
         kept.add(i)
     order = sorted(kept)
-    places = {-1: -1, **{index: place for place, index in enumerate(order)}}
-    new_parents = tuple(places[parents[i]] for i in order)
     return Draft(
         tuple(tokens[i] for i in order),
-        None if new_parents == tuple(range(-1, len(order) - 1)) else new_parents,
+        renumbered(parents, order),
         tuple(confidences[i] for i in order),
         name,
     )

@@ -11,8 +11,9 @@ import inspect
 import operator
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -260,7 +261,10 @@ class Generate:
                     row,
                     max_new_tokens=call.limit,
                     context_length=target.context_length,
-                    sources=[Source(each, row.prompt, params, target.vocab_size) for each in drafting],
+                    sources=[
+                        Source(each, row.prompt, params, target.vocab_size, False, partial(_hidden_layers, target))
+                        for each in drafting
+                    ],
                     policy=policy,
                 )
             )
@@ -323,6 +327,10 @@ def _lookups(drafter: str | Drafter | None) -> list[Drafter]:
         return [drafter]
     names = drafters.parse(drafter, [drafters.MODEL])
     return [drafters.DRAFTERS[name]() for name in names if name != drafters.MODEL]
+
+
+def _hidden_layers(target: Target) -> Collection[int]:
+    return target.hidden_layers
 
 
 def _number(name: str, speculation: Mapping[str, Any]) -> int | None:

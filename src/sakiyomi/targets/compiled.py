@@ -115,6 +115,11 @@ class CompiledTarget:
         """Most rows per sequence that one forward should be given."""
         return MAX_ROWS
 
+    @property
+    def hidden_layers(self) -> range:
+        """The layers whose states a forward can give."""
+        return range(HEAD_INPUT, self.config.layers + 1)
+
     def new_sequence(self) -> core.Sequence:
         """Return an empty sequence."""
         return self._decoder.new_sequence()

@@ -69,9 +69,10 @@ class DecoderConfig:
             inverse_frequencies(found.rope, found.head_dim, found.context_length)
         except KeyError as error:
             raise CorruptModelError(f"config.json of a {kind} model lacks {error.args[0]!r}") from None
-        except (TypeError, ValueError, ZeroDivisionError) as error:
+        except (AttributeError, TypeError, ValueError, ArithmeticError) as error:
             raise CorruptModelError(f"config.json of a {kind} model has a value that makes no sense: {error}") from None
-        if layers < 1 or len(found.windows) != layers or heads % found.kv_heads:
+        least = min(layers, heads, found.kv_heads, found.head_dim)
+        if least < 1 or len(found.windows) != layers or heads % found.kv_heads:
             raise CorruptModelError(f"config.json of a {kind} model: its layers or heads don't fit together")
         return found
 

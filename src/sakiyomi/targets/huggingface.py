@@ -19,7 +19,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, cast
@@ -186,6 +186,12 @@ class HuggingFaceTarget:
         """Most rows per sequence that one forward should be given."""
         return MAX_ROWS if self.device.type == "cpu" else _ACCELERATOR_ROWS
 
+    @property
+    @torch.inference_mode()
+    def hidden_layers(self) -> frozenset[int]:
+        """The layers whose states a forward can give, found by a look at one when this is first asked."""
+        return frozenset(self._runner.givers)
+
     def new_sequence(self) -> TargetSequence:
         """Return an empty sequence."""
         return cast("TargetSequence", self._runner.new_sequence())
@@ -198,6 +204,10 @@ class HuggingFaceTarget:
         Raises CapacityError where a sequence would outgrow the context. Whatever fails leaves every sequence as it was.
         """
         check_capacity(work, self.context_length)
+        if hidden_layers and (wrong := set(hidden_layers).difference(self.hidden_layers)):
+            raise OptionError(
+                f"hidden_layers={tuple(hidden_layers)}: this model has no {sorted(wrong)}: {sorted(self.hidden_layers)}"
+            )
         return self._runner.forward(work, hidden_layers)
 
 
@@ -703,28 +713,56 @@ class _Runner:
     @contextmanager
     def hidden(self, wanted: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
         """Give a dict in which a call leaves the hidden states of these layers: [rows, hidden_size] each."""
-        found: dict[int, torch.Tensor] = {}
-        if not wanted:
+        with self._listening({layer: self.givers[layer] for layer in wanted}) as found:
             yield found
-            return
-        if not all(0 <= layer <= len(self.layers) or layer == HEAD_INPUT for layer in wanted):
-            raise OptionError(f"hidden_layers={tuple(wanted)}: must be in 0..{len(self.layers)} for this model")
+
+    @cached_property
+    def givers(self) -> dict[int, nn.Module]:
+        """The modules whose output is hidden states, of layer 0 whose input is; by layer.
+
+        Only those that a call was seen to use: what is below the head may be there for its parts alone (OPT).
+        """
+        modules = {layer: self.layers[max(0, layer - 1)] for layer in range(len(self.layers) + 1 if self.layers else 0)}
+        below = dict.fromkeys([self.clone.base_model, *self.clone.children(), *self.clone.base_model.children()])
+        below.pop(self.clone, None)
+        modules |= {HEAD_INPUT - i: module for i, module in enumerate(below)}
+        read: list[torch.Tensor] = []
+
+        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            read.append((args[0] if args else next(iter(kwargs.values()))).flatten(0, -2))
+
+        hook = self.clone.get_output_embeddings().register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            with self._listening(modules) as found:
+                self.forward([Work(self.new_sequence(), [0, 0], None, 2)], ())
+        finally:
+            hook.remove()
+        givers = {layer: modules[layer] for layer in found if layer >= 0}
+        for layer, states in found.items():
+            alike = layer < 0 and read and states.dim() == 2 and states.dtype == read[-1].dtype
+            if alike and torch.equal(states[:2].cpu(), read[-1][:2].cpu()):
+                givers.setdefault(HEAD_INPUT, modules[layer])
+        return givers
+
+    @contextmanager
+    def _listening(self, modules: Mapping[int, nn.Module]) -> Iterator[dict[int, torch.Tensor]]:
+        """Give a dict in which a call leaves the hidden states that these modules give."""
+        found: dict[int, torch.Tensor] = {}
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             found[0] = (args[0] if args else kwargs["hidden_states"])[0]
 
         def after(layer: int, module: nn.Module, args: Any, output: Any) -> None:
-            found[layer] = (output if isinstance(output, torch.Tensor) else output[0])[0]
+            states = output if isinstance(output, torch.Tensor) else output[0] if output else None
+            if isinstance(states, torch.Tensor) and states.dim():
+                found[layer] = states[0]
 
-        def listen(layer: int) -> Any:
-            if layer == 0:
-                return self.layers[0].register_forward_pre_hook(before, with_kwargs=True)
-            module = self.clone.base_model if layer == HEAD_INPUT else self.layers[layer - 1]
-            if module is self.clone:
-                raise OptionError("hidden_layers: this model doesn't tell its head from what comes before it")
-            return module.register_forward_hook(partial(after, layer))
-
-        hooks = [listen(layer) for layer in set(wanted)]
+        hooks = [
+            module.register_forward_hook(partial(after, layer))
+            if layer
+            else module.register_forward_pre_hook(before, with_kwargs=True)
+            for layer, module in modules.items()
+        ]
         try:
             yield found
         finally:

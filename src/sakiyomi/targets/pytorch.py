@@ -96,6 +96,11 @@ class TorchTarget:
         """Most rows per sequence that one forward should be given."""
         return MAX_ROWS
 
+    @property
+    def hidden_layers(self) -> range:
+        """The layers whose states a forward can give."""
+        return range(HEAD_INPUT, self.config.layers + 1)
+
     def new_sequence(self) -> KeyValues:
         """Return an empty sequence."""
         config = self.config

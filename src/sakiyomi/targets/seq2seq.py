@@ -186,6 +186,7 @@ class Conditioned:
         self.vocab_size, self.context_length, self.max_rows = target.vocab_size, target.context_length, target.max_rows
         self.dtype, self.device = target.dtype, target.device
         self.kernels, self.weight_format = target.kernels, target.weight_format
+        self.hidden_layers = ()
         self._cross: Cache | None = None
 
     @property

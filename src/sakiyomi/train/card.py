@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sakiyomi.train.files import write_text
+from sakiyomi.files import replace_file
 from sakiyomi.train.trainer import Score
 
 
@@ -100,12 +100,24 @@ class Card:
         categories = ", ".join(f"{name} {count}" for name, count in self.data["categories"].items())
         lines += [
             f"Responses by category: {categories}; {self.data['cut_as_loops']} were cut where they began to loop. "
-            "Held-out prompts were never trained on. Text does not depend on a drafter: these figures are about speed.",
+            "Held-out prompts were never trained on. The figures are of the likeliest token at each position, not of "
+            "trees. Text does not depend on a drafter: they are about speed.",
             "",
         ]
+        if self.history:
+            lines += [
+                f"The parameters are the best of {len(self.history)} evaluations on the held-out texts: the figures "
+                "flatter them a little.",
+                "",
+            ]
         if self.command:
             lines += ["Made by:", "", f"    {self.command}", ""]
         return "\n".join(lines)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all. Raises OptionError."""
+    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def _list(layers: list[int]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import random
+import time
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sakiyomi.errors import OptionError, PromptError
+from sakiyomi.files import replace_file
 from sakiyomi.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -92,6 +95,7 @@ def generate_responses(
     prompts: Sequence[Prompt],
     path: Path,
     *,
+    model: str = "",
     max_new_tokens: int = 160,
     responses_per_prompt: int = 1,
     batch: int = 64,
@@ -99,67 +103,156 @@ def generate_responses(
     minutes: float | None = None,
     progress: Progress = silent,
 ) -> list[Response]:
-    """Have the target answer the prompts, and return its responses with those that the file has already.
+    """Have the target answer the prompts, and return its responses, in an order that depends on the arguments alone.
 
-    About half of the prompts are answered greedily, the others at one of several temperatures. Each response is
-    appended to the file as it ends, so that an interrupted run goes on where it was: which prompts, temperatures and
-    seeds there are depends on the arguments alone. Prompts that are too long for the target are left out. ``minutes``:
-    stop then.
+    Prompts that :func:`split` holds out are answered first, greedily; of the others about half greedily, the rest at
+    one of several temperatures. Prompts that are too long for the target are left out, and answers that fail, both
+    with a warning. Each response is appended to the file as it ends: an interrupted run goes on where it was, and what
+    is asked for again is taken from the file. ``minutes``: stop when so much time was spent on this, over all runs.
+    ``model``: tells the model from others; beside the file is noted what it is of. Raises OptionError, also for a file
+    of another model, or where nothing can be written.
     """
-    import time
-
     jobs = _jobs(llm, prompts, max_new_tokens, responses_per_prompt, seed)
-    found = read_responses(path) if path.exists() else []
-    _drop_cut_line(path)
-    done = {(each.id, each.seed) for each in found}
-    left = [job for job in jobs if (job.id, job.seed) not in done]
-    if not left:
-        return found
-    params = [SamplingParams(max_new_tokens=max_new_tokens, temperature=j.temperature, seed=j.seed) for j in left]
-    gathered: dict[int, list[int]] = {}
-    end = None if minutes is None else time.monotonic() + 60 * minutes
+    facts = {"model": model, "tokenizer": llm.tokenizer.fingerprint, "max_new_tokens": max_new_tokens}
+    try:
+        seconds = _begin(path, facts)
+        found = {_asked(each): each for each in read_responses(path)}
+        this = _hash(*(_asked(job) for job in jobs))
+        left = [job for job in jobs if _asked(job) not in found]
+        budget = None if minutes is None else 60 * minutes - seconds.get(str(this), 0.0)
+        if left and (budget is None or budget > 0):
+            began = time.monotonic()
+            try:
+                for response in _answers(llm, left, path, max_new_tokens, batch, budget, len(jobs), progress):
+                    found[_asked(response)] = response
+            finally:
+                seconds[str(this)] = seconds.get(str(this), 0.0) + time.monotonic() - began
+                _note(path, {**facts, "seconds": seconds})
+    except OSError as error:
+        raise OptionError(
+            f"{path}: can't be written ({error.strerror}); what is there is kept: make room and start again"
+        ) from error
+    return [replace(found[_asked(job)], category=job.category) for job in jobs if _asked(job) in found]
+
+
+def _answers(
+    llm: LLM,
+    jobs: Sequence[Response],
+    path: Path,
+    max_new_tokens: int,
+    batch: int,
+    seconds: float | None,
+    total: int,
+    progress: Progress,
+) -> Iterator[Response]:
+    """Append the answers to a file as they end, and yield them. Raises what the first failed with if all do."""
+    params = [SamplingParams(max_new_tokens=max_new_tokens, temperature=j.temperature, seed=j.seed) for j in jobs]
     chunks = llm.stream_batch(
-        [job.prompt for job in left], params, drafter="none", num_speculative_tokens=0, batch_size=batch
+        [job.prompt for job in jobs], params, drafter="none", num_speculative_tokens=0, batch_size=batch
     )
+    gathered: dict[int, list[int]] = {}
+    failed: list[Exception] = []
+    done, end = 0, None if seconds is None else time.monotonic() + seconds
     with path.open("a", encoding="utf-8") as file:
-        progress(len(found), len(jobs), "responses")
+        progress(total - len(jobs), total, "responses")
         for index, chunk in chunks:
             if isinstance(chunk, Exception):
-                raise chunk
+                failed.append(chunk)
+                gathered.pop(index, None)
+                continue
             tokens = gathered.setdefault(index, [])
             tokens.extend(token.id for token in chunk.tokens)
             if chunk.finish_reason:
-                response = replace(left[index], tokens=tuple(gathered.pop(index)), finish=chunk.finish_reason)
+                response = replace(jobs[index], tokens=tuple(gathered.pop(index)), finish=chunk.finish_reason)
                 file.write(json.dumps(asdict(response)) + "\n")
                 file.flush()
-                found.append(response)
-                progress(len(found), len(jobs), "responses")
+                yield response
+                done += 1
+                progress(total - len(jobs) + done, total, "responses")
             if end is not None and time.monotonic() > end:
                 break
-    return found
+    if failed and not done:
+        raise failed[0]
+    if failed:
+        warnings.warn(
+            f"{len(failed)} of {len(jobs)} answers failed and are left out; the first: {failed[0]}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _jobs(llm: LLM, prompts: Sequence[Prompt], max_new_tokens: int, each: int, seed: int) -> list[Response]:
-    """Return the responses that are wanted, still empty, in a random order: of a part of them all categories are."""
-    rng = random.Random(seed)
-    jobs = []
+    """Return the responses that are wanted, still empty, in a random order: of a part of them all categories are.
+
+    What is asked for of one prompt doesn't depend on the others, save for whether it is held out.
+    """
+    short = []
     for prompt in prompts:
-        for _ in range(each):
-            temperature = 0.0 if rng.random() < 0.5 else rng.choice(TEMPERATURES)
-            own = rng.randrange(2**31)
-            try:
-                ids = llm.encode(prompt.input)
-            except PromptError as error:
-                raise PromptError(f"prompt {prompt.id}: {error}") from None
-            if len(ids) + max_new_tokens <= llm.target.context_length:
-                jobs.append(Response(prompt.id, prompt.category, temperature, own, tuple(ids), (), ""))
-    if not jobs:
-        raise OptionError(
-            f"--prompts: none is short enough for a context of {llm.target.context_length} tokens with "
-            f"{max_new_tokens} of a response; lower --max-new-tokens or give shorter prompts"
+        try:
+            ids = tuple(llm.encode(prompt.input))
+        except PromptError as error:
+            raise PromptError(f"prompt {prompt.id}: {error}") from None
+        if len(ids) + max_new_tokens <= llm.target.context_length:
+            short.append((prompt, ids))
+    if len(short) < len(prompts):
+        warnings.warn(
+            f"{len(prompts) - len(short)} of {len(prompts)} prompts are left out: with {max_new_tokens} tokens of a "
+            f"response they are too long for a context of {llm.target.context_length}",
+            RuntimeWarning,
+            stacklevel=3,
         )
-    rng.shuffle(jobs)
-    return jobs
+    held = held_out((ids for _, ids in short), seed)
+    jobs: dict[Response, tuple[bool, int]] = {}
+    for prompt, ids in short:
+        greedy = 0 if ids in held else _hash(seed, prompt.id, "greedy") % 2  # of several responses at most one
+        for number in range(1 if ids in held else each):
+            drawn = _hash(seed, prompt.id, number)
+            temperature = 0.0 if number == greedy else TEMPERATURES[drawn % len(TEMPERATURES)]
+            job = Response(prompt.id, prompt.category, temperature, drawn >> 33, ids, (), "")
+            jobs[job] = ids not in held, drawn  # those held out first: there are some however little time there is
+    return sorted(jobs, key=jobs.__getitem__)
+
+
+def _asked(response: Response) -> tuple[str, tuple[int, ...], float, int]:
+    """Return what a response is the answer to."""
+    return response.id, response.prompt, response.temperature, response.seed
+
+
+def _hash(*facts: object) -> int:
+    """Return a number of 64 bits that is a pure function of these."""
+    return int.from_bytes(hashlib.sha256(json.dumps(facts).encode()).digest()[:8], "big")
+
+
+def _begin(path: Path, facts: dict[str, Any]) -> dict[str, float]:
+    """Begin a file of responses, or go on with one; return the seconds that were spent on each run of it.
+
+    Raises OptionError where it is of another model.
+    """
+    about = path.with_suffix(".json")
+    if not path.exists() or not path.stat().st_size:
+        path.touch()
+        _note(path, {**facts, "seconds": {}})
+        return {}
+    _drop_cut_line(path)
+    try:
+        noted = json.loads(about.read_text("utf-8"))
+        seconds = {str(run): float(spent) for run, spent in noted["seconds"].items()}
+        others = [name for name, value in facts.items() if noted[name] != value]
+    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+        raise OptionError(
+            f"{path}: {about.name} beside it doesn't say of which model it is; give it as --responses, or name another "
+            "folder with --work"
+        ) from None
+    if others:
+        raise OptionError(
+            f"{path}: is of another {' and '.join(others)}; name another folder with --work, or delete the file"
+        )
+    return seconds
+
+
+def _note(path: Path, facts: dict[str, Any]) -> None:
+    text = json.dumps(facts) + "\n"
+    replace_file(path.with_suffix(".json"), lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def _drop_cut_line(path: Path) -> None:
@@ -199,22 +292,34 @@ def cut_loops(responses: Iterable[Response]) -> tuple[list[Response], int]:
     return kept, cut
 
 
+def count_held_out(prompts: int) -> int:
+    """Return how many of so many different prompts are held out: a twentieth, at least 20.
+
+    Raises OptionError for too few.
+    """
+    wanted = max(LEAST_HELD_OUT, round(HELD_OUT * prompts))
+    if prompts < 2 * wanted:
+        raise OptionError(
+            f"--prompts: {prompts} different prompts; at least {2 * wanted} are needed, of which {wanted} are held out"
+        )
+    return wanted
+
+
+def held_out(prompts: Iterable[tuple[int, ...]], seed: int) -> set[tuple[int, ...]]:
+    """Return those prompts that are held out. Raises OptionError for too few.
+
+    By their hashes: neither their order nor how many responses there are changes it, and more prompts add to it.
+    """
+    different = set(prompts)
+    return set(sorted(different, key=lambda prompt: (_hash(seed, prompt), prompt))[: count_held_out(len(different))])
+
+
 def split(responses: Sequence[Response], seed: int = 0) -> Split:
     """Hold out a twentieth of the prompts, at least 20, with all of their responses. Raises OptionError for too few.
 
     By prompt: a response to a prompt of which another was trained on flatters. Prompts of the same text are one.
     """
-    prompts = list(dict.fromkeys(response.prompt for response in responses))
-    wanted = max(LEAST_HELD_OUT, round(HELD_OUT * len(prompts)))
-    if len(prompts) < 2 * wanted:
-        raise OptionError(
-            f"--prompts: {len(prompts)} different prompts with a response; at least {2 * wanted} are needed, of which "
-            f"{wanted} are held out"
-        )
-    random.Random(seed).shuffle(prompts)
-    held = set(prompts[:wanted])
-    if not any(each.prompt in held and each.temperature == 0 for each in responses):
-        raise OptionError("--prompts: none of those held out has a greedy response; give more prompts")
+    held = held_out((response.prompt for response in responses), seed)
     return Split(
         tuple(each for each in responses if each.prompt not in held),
         tuple(each for each in responses if each.prompt in held),

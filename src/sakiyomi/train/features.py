@@ -14,11 +14,14 @@ import numpy as np
 import torch
 
 from sakiyomi.errors import OptionError
+from sakiyomi.files import replace_file
 from sakiyomi.interfaces import Target, Work
 from sakiyomi.train.data import Progress, Response, silent
 
 CHUNK = 128  # rows of a text in one forward
 TOGETHER = 4  # texts in one forward
+PAD = 32  # lengths are rounded up to this, so that few of them differ: each costs a kernel to compile
+BATCH_ROWS = 16_384  # of a batch, with padding: its states and keys take memory, however few positions there are
 PROMPT_ROWS = 256  # the last tokens of a prompt whose states are kept: what a drafter's attention sees of it
 
 
@@ -33,9 +36,7 @@ class Example:
     tokens: tuple[int, ...]
     start: int
     row: int
-    prompt: str
     category: str
-    greedy: bool
 
     @property
     def rows(self) -> int:
@@ -53,7 +54,6 @@ class Features:
     """States of examples: ``values`` is bfloat16 [rows, layers, hidden], mapped from a file."""
 
     examples: tuple[Example, ...]
-    layers: tuple[int, ...]
     values: torch.Tensor
     left_out: int = 0
 
@@ -86,17 +86,16 @@ def collect(
         rows = len(prompt) + len(response.tokens) - 1
         if (row + rows) * row_bytes > max_bytes:
             break
-        greedy = response.temperature == 0
-        examples.append(Example(prompt + response.tokens, len(prompt), row, response.id, response.category, greedy))
+        examples.append(Example(prompt + response.tokens, len(prompt), row, response.category))
         row += rows
     if not examples:
         raise OptionError(f"--disk {max_bytes / 1e9:g}: not even one response fits; give more")
-    _begin_file(path, {"key": key, "layers": layers, "texts": digest(responses)})
-    held = path.stat().st_size // row_bytes
-    first = next((i for i, each in enumerate(examples) if each.row + each.rows > held), len(examples))
-    if first < len(examples):
-        os.truncate(path, examples[first].row * row_bytes)
     try:
+        _begin_file(path, {"key": key, "layers": layers, "texts": digest(responses)})
+        held = path.stat().st_size // row_bytes
+        first = next((i for i, each in enumerate(examples) if each.row + each.rows > held), len(examples))
+        if first < len(examples):
+            os.truncate(path, examples[first].row * row_bytes)
         with path.open("ab") as file:
             for at in range(first, len(examples), TOGETHER):
                 progress(at, len(examples), "states")
@@ -110,7 +109,7 @@ def collect(
     progress(len(examples), len(examples), "states")
     values = torch.from_file(str(path), shared=False, size=row * len(layers) * hidden, dtype=torch.bfloat16)
     left = len(responses) - len(examples)
-    return Features(tuple(examples), layers, values.view(row, len(layers), hidden), left)
+    return Features(tuple(examples), values.view(row, len(layers), hidden), left)
 
 
 def _states(target: Target, responses: Sequence[Response], layers: tuple[int, ...]) -> list[torch.Tensor]:
@@ -135,7 +134,7 @@ def _begin_file(path: Path, facts: dict[str, Any]) -> None:
     text = json.dumps(facts)
     if not (path.exists() and about.exists() and about.read_text("utf-8") == text):
         path.write_bytes(b"")
-        about.write_text(text, "utf-8")
+        replace_file(about, lambda temporary: temporary.write_text(text, "utf-8"))
 
 
 def digest(responses: Sequence[Response]) -> str:
@@ -166,17 +165,9 @@ class Batch:
         return sum(example.positions for example in self.examples)
 
 
-@dataclass(frozen=True)
-class Loss:
-    """Of one batch: what to minimise, and the share of first tokens that were hit."""
-
-    value: torch.Tensor
-    hit: float
-
-
 def make_batch(features: Features, examples: Sequence[Example], device: torch.device) -> Batch:
     """Return the examples as a batch on a device."""
-    length = max(len(example.tokens) for example in examples)
+    length = _padded(max(len(example.tokens) for example in examples)) + 1
     tokens = torch.zeros(len(examples), length, dtype=torch.int64)
     states = torch.zeros(len(examples), length - 1, *features.values.shape[1:], dtype=features.values.dtype)
     for i, example in enumerate(examples):
@@ -188,18 +179,25 @@ def make_batch(features: Features, examples: Sequence[Example], device: torch.de
 
 
 def plan(examples: Sequence[Example], positions: int, seed: int | None) -> list[list[Example]]:
-    """Return the examples in groups of like length with at most so many positions; None keeps their order by length."""
+    """Return the examples in groups of like length; None keeps their order by length.
+
+    A group has at most so many positions, and at most BATCH_ROWS rows as a batch, unless it is a single example.
+    """
     rng = None if seed is None else np.random.default_rng(seed)
     noise = np.zeros(len(examples)) if rng is None else rng.uniform(0, 24, len(examples))
     order = sorted(range(len(examples)), key=lambda i: examples[i].rows + noise[i])
-    groups: list[list[Example]] = [[]]
-    held = 0
+    groups: list[list[Example]] = []
+    held = longest = 0
     for i in order:
-        if groups[-1] and held + examples[i].positions > positions:
+        held, longest = held + examples[i].positions, max(longest, _padded(examples[i].rows + 1))
+        if not groups or held > positions or (len(groups[-1]) + 1) * longest > BATCH_ROWS:
             groups.append([])
-            held = 0
+            held, longest = examples[i].positions, _padded(examples[i].rows + 1)
         groups[-1].append(examples[i])
-        held += examples[i].positions
     if rng is not None:
         rng.shuffle(groups)
-    return [group for group in groups if group]
+    return groups
+
+
+def _padded(length: int) -> int:
+    return -(-length // PAD) * PAD

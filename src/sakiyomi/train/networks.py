@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sakiyomi.train.features import Batch, Loss
+from sakiyomi.train.features import Batch
 
 LOSS_ROWS = 64  # logits made at a time: they stay in the processor's cache
 HEAD_ROWS = 512  # rows that a gradient of the head is made of at a time: it is large, and to add to it costs
 KL_DECAY = 3.0
+RESIDUAL = 2.0  # found by trial: the same steps train less at 1, 4 and 8
 START_SCALE = 0.3  # of the first logits: at the target's own scale an untrained network would be sure of itself
 
 Steps = Generator["Step", "torch.Tensor | None", None]
@@ -45,6 +46,14 @@ class Step:
     score: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Loss:
+    """Of one batch: what to minimise, and the share of first tokens that were hit."""
+
+    value: torch.Tensor
+    hit: float
+
+
 class DraftLoss(torch.autograd.Function):
     """The loss of draft logits q against the target's distributions p: a mean of KL and total variation.
 
@@ -66,19 +75,24 @@ class DraftLoss(torch.autograd.Function):
         label: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the loss (the sum over rows, weighted), the acceptance of each row, and which hit their label."""
-        dtype, count = frozen_head.dtype, len(index)
-        parts = [(None if x is None else x.to(dtype), w) for x, w in ((frozen, frozen_head), (trained, head))]
-        cast = [(x, w.to(dtype)) for x, w in parts if x is not None and w is not None]
+        dtype, rows = frozen_head.dtype, _at_a_time(index.device)
+        real = len(index)
+        count = -(-real // rows) * rows
+        index, weight, label = (F.pad(x, (0, count - real)) for x in (index, weight, label))  # as in Linear
+        cast = [
+            (F.pad(x.to(dtype), (0, 0, 0, count - real)), w.to(dtype))
+            for x, w in ((frozen, frozen_head), (trained, head))
+            if x is not None and w is not None
+        ]
         grads = [torch.empty_like(x) for x, _ in cast]
         head_grad = None if head is None else torch.zeros_like(head)
         overlap = torch.empty(count, device=index.device)
         hit = torch.empty(count, dtype=torch.bool, device=index.device)
         total = torch.zeros((), device=index.device)
-        rows = _at_a_time(index.device)
         for start in range(0, count, HEAD_ROWS):
             kept = []
             for at in range(start, min(start + HEAD_ROWS, count), rows):
-                part = slice(at, min(at + rows, start + HEAD_ROWS, count))
+                part = slice(at, at + rows)
                 logits = sum((x[part] @ w.t()).float() for x, w in cast)
                 assert isinstance(logits, torch.Tensor)
                 own = logits.gather(1, label[part].clamp(min=0)[:, None])[:, 0]
@@ -88,16 +102,17 @@ class DraftLoss(torch.autograd.Function):
                 divergence = -(p * log_q).sum(1)  # up to the entropy of p, which nothing can change
                 q = log_q.exp_()
                 difference = q - p
-                variation = difference.abs().sum(1).mul_(0.5)
+                above = (difference > 0).float()
+                variation = (difference * above).sum(1)
                 overlap[part] = 1 - variation
                 share = torch.exp(-KL_DECAY * (1 - variation))
                 loss = share * divergence + (1 - share) * variation
                 total += (loss * weight[part]).sum()
-                # d KL / d logits = q - p; d TV / d logits = q (s - mean of s under q), s = sign(q - p) / 2
-                sign = difference.sign().mul_(0.5)
-                sign -= (q * sign).sum(1, keepdim=True)
+                # d KL / d logits = q - p; d TV / d logits = q (a - mean of a under q), where a = 1 if q > p else 0
+                of_variation = above.mul_(q)
+                of_variation -= q.mul_(of_variation.sum(1, keepdim=True))
                 gradient = difference.mul_((share * weight[part])[:, None])
-                gradient += q.mul_(sign).mul_(((1 - share) * weight[part])[:, None])
+                gradient += of_variation.mul_(((1 - share) * weight[part])[:, None])
                 gradient = gradient.to(dtype)
                 for (_, w), grad in zip(cast, grads, strict=True):
                     grad[part] = gradient @ w
@@ -105,6 +120,7 @@ class DraftLoss(torch.autograd.Function):
                     kept.append(gradient)
             if head_grad is not None:
                 head_grad += (torch.cat(kept).t() @ cast[-1][0][start : start + HEAD_ROWS]).to(head_grad.dtype)
+        grads, overlap, hit = [grad[:real] for grad in grads], overlap[:real], hit[:real]
         ctx.save_for_backward(*grads, *([] if head_grad is None else [head_grad]))
         ctx.parts = frozen is not None, trained is not None
         ctx.dtypes = [x.dtype for x in (frozen, trained) if x is not None]
@@ -230,7 +246,8 @@ class DraftNetwork(nn.Module):
         states = take(last, at.clamp(max=last.shape[1] - 1)).flatten(0, 1).to(head.dtype)
         found = torch.empty(len(states), len(head), dtype=head.dtype, device=head.device)
         rows = _at_a_time(head.device)
-        for i in range(0, len(states), rows):
+        for start in range(0, len(states), rows):
+            i = min(start, max(0, len(states) - rows))  # always as many rows; see Linear
             found[i : i + rows] = (states[i : i + rows] @ head.t()).float().softmax(1)
         return found
 
@@ -257,7 +274,7 @@ class _Rows:
     def __init__(self, batch: Batch, to_draft: torch.Tensor, steps: int) -> None:
         self._batch, self._to_draft, self._steps = batch, to_draft, steps
         self._most = int(batch.count.max())
-        self.row = torch.arange(self._most, device=batch.tokens.device).expand(len(batch.tokens), -1)
+        self.row = torch.arange(_padded(self._most), device=batch.tokens.device).expand(len(batch.tokens), -1)
         self.at = (batch.first[:, None] + self.row).clamp(max=batch.tokens.shape[1] - 2)
         self.valid = self.row < batch.count[:, None]
         self.flat = self.valid.flatten().nonzero()[:, 0]
@@ -293,6 +310,7 @@ class _Rows:
         widest = int(self.valid.sum(1).max())
         if not widest:
             return None
+        widest = min(_padded(widest), self.valid.shape[1])
         kept = self.valid.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :widest]
         self.row, self.at, self.valid = (x.gather(1, kept) for x in (self.row, self.at, self.valid))
         self.flat = self.valid.flatten().nonzero()[:, 0]
@@ -326,8 +344,32 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
 
 
-def _linear(inputs: int, outputs: int) -> nn.Linear:
-    return nn.Linear(inputs, outputs, bias=False)
+class Linear(nn.Linear):
+    """A linear without a bias, which is given a few numbers of rows only.
+
+    On a processor a kernel is compiled for every number of rows that is new, which costs more than to compute a few
+    rows more.
+    """
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [..., outputs] of [..., inputs]."""
+        flat = x.reshape(-1, x.shape[-1])
+        y = F.linear(F.pad(flat, (0, 0, 0, _rounded(len(flat)) - len(flat))), self.weight)
+        return y[: len(flat)].view(*x.shape[:-1], -1)
+
+
+def _padded(length: int) -> int:
+    """Return a length that comes up more often, for attention; see Linear."""
+    return -(-length // 16) * 16
+
+
+def _rounded(rows: int) -> int:
+    """Return the number of rows to compute for so many."""
+    step = 64 if rows <= 1024 else 256
+    return -(-rows // step) * step
 
 
 class Attention(nn.Module):
@@ -336,10 +378,10 @@ class Attention(nn.Module):
     def __init__(self, shape: LayerShape, inputs: int) -> None:
         super().__init__()
         self.shape = shape
-        self.q_proj = _linear(inputs, shape.heads * shape.head_dim)
-        self.k_proj = _linear(inputs, shape.kv_heads * shape.head_dim)
-        self.v_proj = _linear(inputs, shape.kv_heads * shape.head_dim)
-        self.o_proj = _linear(shape.heads * shape.head_dim, shape.hidden)
+        self.q_proj = Linear(inputs, shape.heads * shape.head_dim)
+        self.k_proj = Linear(inputs, shape.kv_heads * shape.head_dim)
+        self.v_proj = Linear(inputs, shape.kv_heads * shape.head_dim)
+        self.o_proj = Linear(shape.heads * shape.head_dim, shape.hidden)
 
     def query(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return [examples, rows, heads, head_dim]."""
@@ -405,9 +447,9 @@ class GatedMLP(nn.Module):
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
-        self.gate_proj = _linear(shape.hidden, shape.intermediate)
-        self.up_proj = _linear(shape.hidden, shape.intermediate)
-        self.down_proj = _linear(shape.intermediate, shape.hidden)
+        self.gate_proj = Linear(shape.hidden, shape.intermediate)
+        self.up_proj = Linear(shape.hidden, shape.intermediate)
+        self.down_proj = Linear(shape.intermediate, shape.hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [n, hidden_size]."""
@@ -445,7 +487,7 @@ class Eagle3(DraftNetwork):
     def __init__(self, shape: LayerShape, states: int, *, norm_before_residual: bool = True, **network: Any) -> None:
         super().__init__(**network)
         self.shape, self.norm_before_residual = shape, norm_before_residual
-        self.fc = _linear(states * shape.hidden, shape.hidden)
+        self.fc = Linear(states * shape.hidden, shape.hidden)
         self.layers = nn.ModuleList([Layer(shape, wide=True)])
         self.norm = RMSNorm(shape.hidden, shape.norm_eps)
 
@@ -481,17 +523,33 @@ class Eagle3(DraftNetwork):
         return x, normed if self.norm_before_residual else h
 
     @torch.no_grad()
-    def start(self, layer: Mapping[str, torch.Tensor], norm: torch.Tensor | None, generator: torch.Generator) -> None:
-        """Begin from the target's last layer, where shapes allow: it reads the last of the states as that layer
-        does."""
+    def start(
+        self,
+        layer: Mapping[str, torch.Tensor],
+        norm: torch.Tensor | None,
+        generator: torch.Generator,
+        scale: float = 1.0,
+    ) -> None:
+        """Begin from the target's last layer, where shapes allow: it reads the last of the states as that layer does.
+
+        ``scale``: how large those states are (root mean square). The residual stream begins at ``RESIDUAL`` times the
+        norm of 1, and what attention and MLP add to it is scaled alike.
+        """
         hidden = self.shape.hidden
         _randomise(self, generator)
         self.fc.weight[:, -hidden:] += torch.eye(hidden)
         own: Any = self.layers[0]
         _begin_layer(own, layer, hidden)
-        if "input_layernorm.weight" in layer:
+        own.input_layernorm.weight.fill_(1.0)
+        if self.norm_before_residual:
+            own.hidden_norm.weight.fill_(RESIDUAL)
+            if "input_layernorm.weight" in layer:
+                for projection in (own.self_attn.q_proj, own.self_attn.k_proj, own.self_attn.v_proj):
+                    projection.weight[:, hidden:] *= layer["input_layernorm.weight"] / RESIDUAL
+                for projection in (own.self_attn.o_proj, own.mlp.down_proj):
+                    projection.weight *= RESIDUAL / scale
+        elif "input_layernorm.weight" in layer:
             own.hidden_norm.weight.copy_(layer["input_layernorm.weight"])
-            own.input_layernorm.weight.fill_(1.0)
         self.norm.weight.mul_(START_SCALE * (1.0 if norm is None else norm))
 
 
@@ -507,7 +565,7 @@ class Mlp(DraftNetwork):
         # Only tokens of the draft vocabulary get an embedding that is trained: others are rare, and many.
         self.known = nn.Parameter(torch.empty(vocabulary, inner))
         self.register_buffer("others", torch.empty(len(self.embedding), inner), persistent=False)
-        self.first, self.further = _linear(hidden, inner), _linear(inner, inner)
+        self.first, self.further = Linear(hidden, inner), Linear(inner, inner)
         self.ln_weight, self.ln_bias = nn.Parameter(torch.ones(inner)), nn.Parameter(torch.zeros(inner))
         self.head = nn.Parameter(torch.empty(vocabulary, inner))
         state_weight = 0.5 ** (0.5 / n_predict)
@@ -576,7 +634,7 @@ class Block(DraftNetwork):
         super().__init__(**network)
         self.shape, self.block_size = shape, block_size
         vocabulary = len(self.target_head)
-        self.fc = _linear(states * shape.hidden, shape.hidden)
+        self.fc = Linear(states * shape.hidden, shape.hidden)
         self.hidden_norm = RMSNorm(shape.hidden, shape.norm_eps)
         self.mask_embedding = nn.Parameter(torch.zeros(shape.hidden))
         self.layers = nn.ModuleList([Layer(shape, wide=False)])
@@ -643,7 +701,6 @@ class Block(DraftNetwork):
         found["markov.w1"] = w1[torch.where(self.to_draft < 0, len(self.w2), self.to_draft)]
         found["markov.w2"] = self.w2.detach().t()
         found["confidence.weight"] = self.confidence.weight.detach()[0]
-        found["lm_head.weight"] = self.target_head
         return found
 
 

@@ -7,7 +7,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from sakiyomi.drafters.trained import load_drafter, save_block, save_eagle3
 from sakiyomi.errors import OptionError
 from sakiyomi.interfaces import HEAD_INPUT, Costs
 from sakiyomi.sampling import SamplingParams
-from sakiyomi.train.card import Card, Projection
+from sakiyomi.train.card import Card, Projection, write_text
 from sakiyomi.train.data import (
     DraftVocabulary,
     Progress,
@@ -31,10 +31,9 @@ from sakiyomi.train.data import (
     split,
 )
 from sakiyomi.train.features import Features, collect, digest, make_batch, plan
-from sakiyomi.train.files import write_text
 from sakiyomi.train.networks import Block, DraftNetwork, Eagle3, Mlp
 from sakiyomi.train.target import Teacher
-from sakiyomi.train.trainer import MICRO_BATCH, Score, Tally, TrainOptions, train
+from sakiyomi.train.trainer import MICRO_BATCH, Score, Tally, TrainOptions, interruptions, train
 
 KINDS = ("table", "mlp", "eagle3", "block")
 CONTEXT = 256  # tokens that a sequence holds where its speed-up is projected
@@ -42,13 +41,14 @@ CONTEXT = 256  # tokens that a sequence holds where its speed-up is projected
 
 @dataclass(frozen=True)
 class DrafterOptions:
-    """What to train. Each kind has its own: what doesn't concern it is not looked at.
+    """What to train; of these each kind has its own.
 
     ``draft_vocabulary``: how many tokens it can propose. ``layers``: whose states it reads; None is EAGLE-3's choice.
     ``unroll``: steps of a draft that are trained; ``decay``: how much less each counts than the one before it;
     ``stray``: the share of drafts that are gone on with after a miss. ``inner``: the width of an MLP speculator,
     ``n_predict``: its steps. ``block_size``: tokens of a block, ``rank``: of its Markov head. ``order``: of a table's
-    n-grams.
+    n-grams; ``megabytes``: its most, None for 8 bytes for each token of a response. ``own_head``: write the head too,
+    which is the target's: larger, and what vLLM needs.
     """
 
     draft_vocabulary: int = 8192
@@ -61,7 +61,9 @@ class DrafterOptions:
     n_predict: int = 4
     block_size: int = 6
     rank: int = 64
+    own_head: bool = False
     order: int = 5
+    megabytes: float | None = None
 
 
 def train_drafter(
@@ -88,6 +90,7 @@ def train_drafter(
     if kind not in KINDS:
         raise OptionError(f"kind={kind!r}: must be one of {', '.join(KINDS)}")
     work = work or folder / "training"
+    check_output(folder, kind, work=work)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if kind != "table":
@@ -95,59 +98,104 @@ def train_drafter(
     except OSError as error:
         raise OptionError(f"{error.filename}: can't be made ({error.strerror}); name another folder") from None
     began = time.monotonic()
-    kept, cut = cut_loops(responses)
-    parts = split(kept, options.seed)
-    data = {**describe(parts.train), "cut_as_loops": cut, "held_out": describe(parts.held_out)}
-    facts: dict[str, Any] = {}
-    if kind == "table":
-        score = _count(teacher, parts.train, parts.held_out, folder, drafter, options.depth)
-        why, steps, history = "counted", 0, []
-    else:
-        vocabulary = draft_vocabulary(parts.train, drafter.draft_vocabulary, teacher.parts.vocab_size)
-        layers = _layers(kind, teacher, drafter)
-        network = make_network(kind, teacher, vocabulary, layers, drafter, options)
-        key = _key(kind, teacher, layers, drafter, options)
-        features, held_out = _collect(teacher, parts.train, parts.held_out, layers, work, disk_gb, progress)
-        outcome = train(
-            network,
-            features,
-            held_out,
-            options,
-            work / f"{kind}.safetensors",
-            key=f"{key} {digest(parts.train)}",
-            progress=progress,
-            report=report,
+    parts = split(responses, options.seed)
+    learned, cut = cut_loops(parts.train)
+    replayed, _ = cut_loops(each for each in parts.held_out if each.temperature == 0)
+    if not learned or not replayed:
+        raise OptionError(
+            f"--prompts: {len(learned)} responses to learn from and {len(replayed)} greedy ones to measure with; "
+            "those of one or two tokens don't count; give more prompts"
         )
-        temperatures = calibrate(network, held_out, options) if isinstance(network, Block) else None
-        _save(kind, teacher, network, vocabulary, layers, folder, drafter, temperatures)
-        score, why = outcome.score, outcome.why
-        steps, history = outcome.progressed.step, outcome.progressed.history
-        data["left_out_for_disk"] = features.left_out
-        facts = {
-            "draft_vocabulary": len(vocabulary),
-            "coverage": vocabulary.coverage,
-            "layers": [layer for layer in layers if layer != HEAD_INPUT],
-            "parameters": sum(p.numel() for p in network.parameters()),
-            "minutes": outcome.progressed.seconds / 60,
-            "positions": outcome.progressed.positions,
-        }
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    card = Card(
-        kind=kind,
-        model=teacher.name,
-        ended=why,
-        seconds=time.monotonic() - began,
-        steps=steps,
-        megabytes=size / 1e6,
-        data=data,
-        facts=facts,
-        score=score,
-        projection=None if costs is None else project(kind, score, costs, _draft_costs(folder, teacher)),
-        command=command,
-        history=history,
-    )
-    card.write(folder)
+    states = None
+    if kind != "table":
+        layers = layers_read(kind, teacher, drafter)
+        states, held_out = _collect(teacher, learned, replayed, layers, work, disk_gb, progress)
+        learned, replayed = learned[: len(states.examples)], replayed[: len(held_out.examples)]
+    data = {**describe(learned), "cut_as_loops": cut, "held_out": describe(replayed)}
+    facts: dict[str, Any] = {}
+    with interruptions() as interrupted:
+        if states is None:
+            score = _count(teacher, learned, replayed, folder, drafter, options.depth)
+            why, steps, history = "counted", 0, []
+        else:
+            data["left_out_for_disk"] = states.left_out
+            vocabulary = draft_vocabulary(learned, drafter.draft_vocabulary, teacher.parts.vocab_size)
+            network = make_network(
+                kind, teacher, vocabulary, layers, drafter, options, _scale(states) if len(layers) > 1 else 1.0
+            )
+            options = replace(options, depth=min(options.depth, network.deepest))
+
+            def keep() -> None:
+                temperatures = calibrate(network, held_out, options) if isinstance(network, Block) else None
+                _begin_card(folder, kind, teacher)
+                _save(teacher, network, vocabulary, layers, folder, drafter, temperatures)
+
+            outcome = train(
+                network,
+                states,
+                held_out,
+                options,
+                work / f"{kind}.safetensors",
+                key=f"{_key(kind, teacher, layers, drafter, options)} {digest(learned)}",
+                interrupted=interrupted,
+                keep=keep,
+                progress=progress,
+                report=report,
+            )
+            score, why = outcome.score, outcome.why
+            steps, history = outcome.progressed.step, outcome.progressed.history
+            facts = {
+                "draft_vocabulary": len(vocabulary),
+                "coverage": vocabulary.coverage,
+                "layers": [layer for layer in layers if layer != HEAD_INPUT],
+                "parameters": sum(p.numel() for p in network.parameters()),
+                "minutes": outcome.progressed.seconds / 60,
+                "positions": outcome.progressed.positions,
+            }
+        weights = folder / ("table.safetensors" if kind == "table" else "model.safetensors")
+        card = Card(
+            kind=kind,
+            model=teacher.name,
+            ended=why,
+            seconds=time.monotonic() - began,
+            steps=steps,
+            megabytes=weights.stat().st_size / 1e6,
+            data=data,
+            facts=facts,
+            score=score,
+            projection=None if costs is None else project(kind, score, costs, _draft_costs(folder, teacher)),
+            command=command,
+            history=history,
+        )
+        card.write(folder)
     return card
+
+
+def check_output(folder: Path, kind: str, *, model: Path | None = None, work: Path | None = None) -> None:
+    """Raise OptionError where a folder holds something else than a drafter of this kind: it would be overwritten.
+
+    ``model``: the target's folder; ``work``: where states are kept, which may be in the folder.
+    """
+    if model is not None and folder.resolve() == model.resolve():
+        raise OptionError(f"--output {folder}: is the model itself; name another folder")
+    if work is not None and folder.resolve() == work.resolve():
+        raise OptionError(f"--work {work}: is the folder of --output; name another one")
+    if not folder.exists():
+        return
+    try:
+        found = json.loads((folder / "card.json").read_text("utf-8"))["kind"]
+    except (OSError, ValueError, TypeError, KeyError):
+        own = {(folder / "training").resolve(), work and work.resolve()}
+        if not folder.is_dir() or any(each.resolve() not in own for each in folder.iterdir()):
+            raise OptionError(f"--output {folder}: is there, and is no drafter's folder; name a new one") from None
+        return
+    if found != kind:
+        raise OptionError(f"--output {folder}: holds a drafter of kind {found}; name another folder for this one")
+
+
+def _begin_card(folder: Path, kind: str, teacher: Teacher) -> None:
+    """Say what the folder is before there are weights: an older card would be of others."""
+    write_text(folder / "card.json", json.dumps({"kind": kind, "model": teacher.name, "ended": "not yet"}) + "\n")
 
 
 def make_network(
@@ -157,8 +205,9 @@ def make_network(
     layers: tuple[int, ...],
     drafter: DrafterOptions,
     options: TrainOptions,
+    scale: float = 1.0,
 ) -> DraftNetwork:
-    """Return a network of a kind, begun from what the target has."""
+    """Return a network of a kind, begun from what the target has. ``scale``: how large the last states read are."""
     parts = teacher.parts
     generator = torch.Generator().manual_seed(options.seed)
     common: dict[str, Any] = {
@@ -179,7 +228,7 @@ def make_network(
             steps=drafter.unroll,
             **common,
         )
-        network.start(teacher.layer, norm, generator)
+        network.start(teacher.layer, norm, generator, scale)
     elif kind == "mlp":
         network = Mlp(parts.hidden_size, drafter.inner, drafter.n_predict, steps=drafter.n_predict, **common)
         network.start(generator)
@@ -190,14 +239,23 @@ def make_network(
     return network.to(options.device)
 
 
-def _layers(kind: str, teacher: Teacher, drafter: DrafterOptions) -> tuple[int, ...]:
-    """Return the layers whose states are collected; the last ones say what the target's own distribution is."""
+def _scale(features: Features) -> float:
+    """Return the root mean square of the last states read, in most tokens: in a few it is a hundred times as large."""
+    some = features.values[:4096, -2].float()
+    return float(some.square().mean(1).sqrt().median())
+
+
+def layers_read(kind: str, teacher: Teacher, drafter: DrafterOptions) -> tuple[int, ...]:
+    """Return the layers whose states are collected; the last ones say what the target's own distribution is.
+
+    Raises OptionError for layers that the target lacks.
+    """
     if kind == "mlp":
         return (HEAD_INPUT,)
     layers = drafter.layers or teacher.default_layers()
     count = teacher.parts.layers
     if any(not 0 <= layer <= count for layer in layers) or len(set(layers)) < len(layers):
-        raise OptionError(f"layers={','.join(map(str, layers))}: must be different numbers in 0..{count}")
+        raise OptionError(f"--layers {','.join(map(str, layers))}: must be different numbers in 0..{count}")
     return (*layers, HEAD_INPUT)
 
 
@@ -210,13 +268,12 @@ def _collect(
     disk_gb: float,
     progress: Progress,
 ) -> tuple[Features, Features]:
-    """Return the states to train on and those to replay: of greedy responses, at most a tenth of the room."""
+    """Return the states to train on and those to replay, which get a tenth of the room."""
     name = "-".join("head" if layer == HEAD_INPUT else str(layer) for layer in layers)
-    key = f"{teacher.name} {teacher.parts.tokenizer}"
+    key = f"{teacher.name} {teacher.fingerprint} {teacher.parts.tokenizer}"
     hidden = teacher.parts.hidden_size
-    greedy = [response for response in held_out if response.temperature == 0]
     features = []
-    for part, responses, share in (("held-out", greedy, 0.1), ("states", train, 0.9)):
+    for part, responses, share in (("held-out", held_out, 0.1), ("states", train, 0.9)):
         features.append(
             collect(
                 teacher.target,
@@ -243,8 +300,7 @@ def calibrate(network: Block, features: Features, options: TrainOptions) -> list
     """Return the temperature for each position of a block by which its confidences come true on held-out text."""
     scores: list[list[torch.Tensor]] = [[] for _ in range(network.block_size)]
     hits: list[list[torch.Tensor]] = [[] for _ in range(network.block_size)]
-    examples = [example for example in features.examples if example.positions]
-    for group in plan(examples, MICRO_BATCH, None):
+    for group in plan(features.examples, MICRO_BATCH, None):
         batch = make_batch(features, group, torch.device(options.device))
         hit, score = (x.cpu() for x in network.replay(batch, network.block_size))
         before = torch.cat([torch.ones_like(hit[:, :, :1]), hit[:, :, :-1]], 2).cumprod(2).bool()
@@ -266,7 +322,6 @@ def calibrate(network: Block, features: Features, options: TrainOptions) -> list
 
 
 def _save(
-    kind: str,
     teacher: Teacher,
     network: DraftNetwork,
     vocabulary: DraftVocabulary,
@@ -283,9 +338,12 @@ def _save(
         facts = {"base_model_name_or_path": teacher.name}
         mlp.save_mlp(folder, config, _stored(network.tensors()), d2t=d2t, facts=facts)
     elif isinstance(network, Block):
+        tensors = network.tensors()
+        if drafter.own_head:
+            tensors["lm_head.weight"] = network.target_head
         save_block(
             folder,
-            _stored(network.tensors()),
+            _stored(tensors),
             layer_config=teacher.layer_config,
             verifier=teacher.name,
             hidden_layers=states,
@@ -294,12 +352,15 @@ def _save(
             confidence_temperatures=temperatures,
         )
     else:
-        tensors = {**network.state_dict(), "lm_head.weight": network.target_head}
+        tensors = network.state_dict()
+        if drafter.own_head:
+            tensors["lm_head.weight"] = network.target_head
         save_eagle3(
             folder,
             _stored(tensors),
             layer_config=teacher.layer_config,
             verifier=teacher.name,
+            verifier_architectures=teacher.architectures,
             hidden_layers=states,
             draft_ids=vocabulary.ids.tolist(),
             norm_before_residual=drafter.norm_before_residual,
@@ -318,26 +379,31 @@ def _count(
     drafter: DrafterOptions,
     depth: int,
 ) -> Score:
-    """Write a table counted from the responses; return what it does on those held out."""
+    """Write a table counted from the responses; return what it does on those held out, which are greedy."""
     built = table.build_table(
         [response.prompt + response.tokens for response in train],
         [len(response.prompt) for response in train],
         vocab_size=teacher.parts.vocab_size,
         order=drafter.order,
+        max_bytes=None if drafter.megabytes is None else int(1e6 * drafter.megabytes),
     )
+    _begin_card(folder, "table", teacher)
     built.save(folder / "table.safetensors", teacher.parts.tokenizer)
     config = {"model_type": "sakiyomi-table", "verifier": teacher.name}
     write_text(folder / "config.json", json.dumps(config, indent=1) + "\n")
     made = table.TableDrafter(built)
     tally = Tally(depth)
     for response in held_out:
-        if response.temperature == 0:
-            tally.add(response.category, _replay(made, response, depth))
+        tally.add(response.category, _replay(made, response, depth))
     return tally.score()
 
 
 def _replay(drafter: table.TableDrafter, response: Response, depth: int) -> list[int]:
-    """Return how many draft tokens in a row stand after each token of a response but the last."""
+    """Return how many draft tokens in a row stand after each token of a response but the last.
+
+    Of a tree only the likeliest token behind each counts: the other kinds are measured with such chains, and the
+    projected speed-up is of their rows.
+    """
     session = drafter.session([*response.prompt, response.tokens[0]], SamplingParams())
     found = []
     for at in range(1, len(response.tokens)):
@@ -345,8 +411,8 @@ def _replay(drafter: table.TableDrafter, response: Response, depth: int) -> list
         stood, parent = 0, -1
         parents = draft.parents or range(-1, len(draft) - 1)
         for token in response.tokens[at : at + depth]:
-            child = next((i for i, p in enumerate(parents) if p == parent and draft.tokens[i] == token), None)
-            if child is None:
+            child = next((i for i, p in enumerate(parents) if p == parent), None)  # the likeliest comes first
+            if child is None or draft.tokens[child] != token:
                 break
             stood, parent = stood + 1, child
         found.append(stood)
@@ -378,10 +444,11 @@ def project(kind: str, score: Score, costs: ModelCosts, draft: Costs | None) -> 
 
 def _key(kind: str, teacher: Teacher, layers: tuple[int, ...], drafter: DrafterOptions, options: TrainOptions) -> str:
     """Return what has to be the same for a training to go on: all but for how long."""
-    told = {
+    told: dict[str, Any] = {
         "drafter": asdict(drafter),
         "options": {**asdict(options), "dtype": str(options.dtype)},
         "layer": dict(teacher.layer_config),
+        "target": teacher.fingerprint,
     }
     for name in ("minutes", "steps", "device", "evaluations", "patience", "held_out_positions", "depth"):
         del told["options"][name]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from sakiyomi.errors import OptionError
+from sakiyomi.files import replace_file
 from sakiyomi.train.data import Progress, silent
 from sakiyomi.train.features import Example, Features, make_batch, plan
 from sakiyomi.train.networks import DraftNetwork
@@ -30,11 +31,11 @@ MICRO_BATCH = 2048  # positions computed at a time; more take more memory and no
 class TrainOptions:
     """How to train.
 
-    ``minutes``: for how long; ``steps``: how many steps of the optimiser, in place of that. ``batch``: positions for
-    one step. ``learning_rate``: the highest, after the share ``warm_up`` of the time; from there it falls along a
-    cosine. ``average``: the decay of the moving average of parameters, which is what is evaluated and saved; 0 for
-    none. ``evaluations``: how many times the held-out texts are replayed; after ``patience`` of them without gain it
-    ends. ``depth``: of the drafts that are replayed. ``held_out_positions``: that are replayed as training goes.
+    ``minutes``: for how long; ``steps``: how many steps of the optimiser, in place of that. ``batch``: the most
+    positions of a step. ``learning_rate``: the highest, after the share ``warm_up`` of the time; from there it falls
+    along a cosine. ``average``: the decay of the moving average of parameters, which is what is evaluated and saved; 0
+    for none. ``evaluations``: how many times the held-out texts are replayed; after ``patience`` of them without gain
+    it ends. ``depth``: of the drafts that are replayed. ``held_out_positions``: that are replayed as training goes.
     """
 
     minutes: float = 30.0
@@ -99,7 +100,7 @@ class Outcome:
 
 
 class Tally:
-    """Counts which draft tokens stood, text by text, into a :class:`Score`."""
+    """Counts which draft tokens stood, text by text, into a :class:`Score`. ``depth``: of the drafts."""
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -123,7 +124,7 @@ class Tally:
             while at < count:
                 calls[k - 1] += 1
                 at += min(accepted[at], k) + 1
-            tokens[k - 1] += at
+            tokens[k - 1] += min(at, count)  # where all stands up to the end, the target adds nothing
 
     def score(self) -> Score:
         """Return what was counted."""
@@ -163,15 +164,24 @@ def train(
     state: Path,
     *,
     key: str = "",
+    interrupted: Callable[[], bool] = lambda: False,
+    keep: Callable[[], None] = lambda: None,
     progress: Progress = silent,
     report: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> Outcome:
-    """Train a network until the time is over, it gets no better, or Ctrl-C; it has its best parameters then.
+    """Train a network until the time is over, it gets no better, or is ``interrupted``, which is asked after each step.
 
-    ``state``: a file that is written about every two minutes and in the end, and gone on with where ``key`` is the
-    same. ``report`` is given each evaluation. Raises OptionError where the state can't be written.
+    It has its best parameters then: ``keep`` is called before these are replayed along all held-out texts, which takes
+    its time. ``state``: a file that is written about every two minutes and in the end, and gone on with where ``key``
+    is the same. ``report`` is given each evaluation. Warns of a loss that isn't a number, where it ends too, and of a
+    state that can't be read or written.
     """
-    return _Training(network, features, held_out, options, state, key, progress, report).run()
+    training = _Training(network, features, held_out, options, state, key, interrupted, progress, report)
+    why = training.run()
+    keep()
+    progress(0, 1, "measuring")
+    score = evaluate(network, held_out, held_out.examples, options)
+    return Outcome(score, why, training.progressed)
 
 
 class _Training:
@@ -183,11 +193,13 @@ class _Training:
         options: TrainOptions,
         state: Path,
         key: str,
+        interrupted: Callable[[], bool],
         progress: Progress,
         report: Callable[[dict[str, Any]], None],
     ) -> None:
         self._network, self._features, self._held, self._options = network, features, held_out, options
-        self._state, self._key, self._progress, self._report = state, key, progress, report
+        self._state, self._key = state, key
+        self._interrupted, self._progress, self._report = interrupted, progress, report
         self._parameters = dict(network.named_parameters())
         self._average = {name: p.detach().clone() for name, p in self._parameters.items()}
         self._best = {name: p.detach().clone() for name, p in self._parameters.items()}
@@ -201,68 +213,78 @@ class _Training:
             weight_decay=options.weight_decay,
             fused=True,
         )
-        self._at = Progressed()
+        self.progressed = Progressed()
         self._last: dict[str, float] = {}
+        self._warned = False
         self._examples = [example for example in features.examples if example.positions]
-        self._replayed = [example for example in held_out.examples if example.greedy and example.positions]
 
-    def run(self) -> Outcome:
-        """Train; see :func:`train`."""
+    def run(self) -> str:
+        """Train and return why it ended; the network has its best parameters then."""
         self._load()
         why = "time is up"
         saved = clock = time.monotonic()
-        with _interruptions() as interrupted:
-            for groups in self._groups():
-                if not self._step(groups):
-                    why = f"the loss of step {self._at.step + 1} is not a number: these are the best parameters before"
-                    break
-                done = self._share()
-                if due := done * self._options.evaluations >= self._at.evaluated + 1:
-                    self._evaluate()
-                    self._at.evaluated = int(done * self._options.evaluations)
-                self._at.seconds += time.monotonic() - clock
-                clock = time.monotonic()
-                self._show()
-                if interrupted():
-                    why = "interrupted"
-                    break
-                if due and self._at.worse >= self._options.patience:
-                    why = "no better"
-                    break
-                if clock - saved > STATE_SECONDS:
-                    self._save()
-                    saved = clock
+        for groups in self._groups():
+            if not self._step(groups):
+                why = f"the loss of step {self.progressed.step + 1} is not a number"
+                warnings.warn(
+                    f"{why}: training ends here, with the best parameters before; a lower learning rate may help",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+                break
+            done = self._share()
+            if due := done * self._options.evaluations >= self.progressed.evaluated + 1:
+                self._evaluate()
+                self.progressed.evaluated = int(done * self._options.evaluations)
+            self.progressed.seconds += time.monotonic() - clock
+            clock = time.monotonic()
+            self._show()
+            if self._interrupted():
+                why = "interrupted"
+                break
+            if due and self.progressed.worse >= self._options.patience:
+                why = "no better"
+                break
+            if clock - saved > STATE_SECONDS:
+                self._save()
+                saved = clock
         self._save()
-        if self._at.checked < self._at.step:
+        if self.progressed.checked < self.progressed.step:
             self._evaluate()
             self._save()
         self._put(self._best)
-        return Outcome(evaluate(self._network, self._held, self._replayed, self._options), why, self._at)
+        return why
 
     def _share(self) -> float:
         """Return how much of the time or the steps is used."""
         if self._options.steps is not None:
-            return self._at.step / self._options.steps
-        return self._at.seconds / (60 * self._options.minutes)
+            return self.progressed.step / self._options.steps
+        return self.progressed.seconds / (60 * self._options.minutes)
 
     def _groups(self) -> Iterator[list[list[Example]]]:
         """Yield the examples of each step, as groups that are computed at a time, from where training is."""
-        options, at = self._options, self._at
-        together = max(1, round(options.batch / MICRO_BATCH))
+        options, at = self._options, self.progressed
+        size = options.batch // -(-options.batch // MICRO_BATCH)
         while True:
-            groups = plan(self._examples, min(options.batch, MICRO_BATCH), options.seed * 7919 + at.epoch)
+            groups = plan(self._examples, size, options.seed * 7919 + at.epoch)
             while at.group < len(groups):
                 if self._share() >= 1:
                     return
-                first = at.group
-                at.group += together
-                yield groups[first : at.group]
+                step: list[list[Example]] = []
+                held = 0
+                while at.group < len(groups):
+                    held += sum(example.positions for example in groups[at.group])
+                    if step and held > options.batch:
+                        break
+                    step.append(groups[at.group])
+                    at.group += 1
+                yield step
             at.epoch += 1
             at.group = 0
 
     def _step(self, groups: list[list[Example]]) -> bool:
         """Take a step; False where the loss isn't a number: then nothing was changed."""
-        options, at = self._options, self._at
+        options, at = self._options, self.progressed
         positions = sum(example.positions for group in groups for example in group)
         generator = torch.Generator().manual_seed(options.seed * 1_000_003 + at.step)
         total = hit = 0.0
@@ -294,18 +316,18 @@ class _Training:
 
     def _show(self) -> None:
         what = f"training: loss {self._last['loss']:.2f}, first token {self._last['hit']:.0%}"
-        if self._at.history:
-            what += f", held out {self._at.history[-1]['tokens_per_call']:.3f} tokens per call"
+        if self.progressed.history:
+            what += f", held out {self.progressed.history[-1]['tokens_per_call']:.3f} tokens per call"
         self._progress(int(1000 * min(1.0, self._share())), 1000, what)
 
     def _evaluate(self) -> None:
         """Replay held-out texts with the average, and keep it where it is the best so far."""
-        at = self._at
+        at = self.progressed
         at.checked = at.step
         now = {name: p.detach().clone() for name, p in self._parameters.items()}
         self._put(self._average)
         examples, positions = [], 0
-        for example in self._replayed:
+        for example in self._held.examples:
             if positions < self._options.held_out_positions:
                 examples.append(example)
                 positions += example.positions
@@ -344,42 +366,53 @@ class _Training:
             for key, value in self._optimiser.state.get(parameter, {}).items():
                 tensors[f"{key}.{name}"] = value
         tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-        facts = {"progress": json.dumps(asdict(self._at)), "key": self._key}
-        temporary = self._state.with_name(self._state.name + ".part")
+        facts = {"progress": json.dumps(asdict(self.progressed)), "key": self._key}
         try:
-            save_file(tensors, temporary, facts)
-            os.replace(temporary, self._state)
-        except Exception as error:  # safetensors has an error of its own for a disk that is full
-            temporary.unlink(missing_ok=True)
-            raise OptionError(f"{self._state}: can't be written ({error}); free some of the disk and go on") from error
-
-    def _load(self) -> None:
-        """Go on where the state file is, if it is of the same training."""
-        from safetensors import safe_open
-
-        if not self._state.exists():
-            return
-        with safe_open(self._state, framework="pt", device=self._options.device) as file:
-            facts = file.metadata() or {}
-            names = set(file.keys())
-            if facts.get("key") != self._key or not all(f"now.{name}" in names for name in self._parameters):
+            replace_file(self._state, lambda temporary: save_file(tensors, temporary, facts))
+        except OptionError as error:
+            if not self._warned:
+                self._warned = True
                 warnings.warn(
-                    f"{self._state} is of a training with other data or options: this one begins anew",
+                    f"{error}; training goes on, but would begin anew after an interruption; free some of the disk",
                     RuntimeWarning,
                     stacklevel=4,
                 )
-                return
-            self._at = Progressed(**json.loads(facts["progress"]))
-            # The budget may be another one now.
-            self._at.evaluated = min(self._at.evaluated, int(self._share() * self._options.evaluations))
-            self._put({name: file.get_tensor(f"now.{name}") for name in self._parameters})
-            for name, parameter in self._parameters.items():
-                self._average[name] = file.get_tensor(f"average.{name}")
-                self._best[name] = file.get_tensor(f"best.{name}")
-                if f"exp_avg.{name}" in names:
-                    self._optimiser.state[parameter] = {
-                        key: file.get_tensor(f"{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")
-                    }
+
+    def _load(self) -> None:
+        """Go on where the state file is, if it is of the same training."""
+        from safetensors import SafetensorError, safe_open
+
+        if not self._state.exists():
+            return
+        why = "of a training with other data or options"
+        try:
+            with safe_open(self._state, framework="pt", device=self._options.device) as file:
+                facts = file.metadata() or {}
+                if facts.get("key") == self._key:
+                    progressed = Progressed(**json.loads(facts["progress"]))
+                    self._take({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+                    self.progressed, why = progressed, ""
+                    # The budget may be another one now.
+                    due = int(self._share() * self._options.evaluations)
+                    self.progressed.evaluated = min(self.progressed.evaluated, due)
+        except (OSError, SafetensorError, ValueError, TypeError, KeyError):
+            why = "cut off, or of another version"
+        if why:
+            warnings.warn(f"{self._state} is {why}: training begins anew", RuntimeWarning, stacklevel=4)
+
+    def _take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go on with these parameters, averages and state of the optimiser. Raises KeyError before it changes any."""
+        now, average, best = (
+            {name: tensors[f"{part}.{name}"] for name in self._parameters} for part in ("now", "average", "best")
+        )
+        optimiser: dict[torch.Tensor, Any] = {
+            parameter: {key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+            for name, parameter in self._parameters.items()
+            if f"exp_avg.{name}" in tensors
+        }
+        self._put(now)
+        self._average, self._best = average, best
+        self._optimiser.state.update(optimiser)
 
 
 def _autocast(options: TrainOptions) -> torch.autocast:
@@ -387,8 +420,11 @@ def _autocast(options: TrainOptions) -> torch.autocast:
 
 
 @contextmanager
-def _interruptions() -> Iterator[Callable[[], bool]]:
-    """Yield a function that says whether Ctrl-C was pressed: a step is finished first. A second one ends at once."""
+def interruptions() -> Iterator[Callable[[], bool]]:
+    """Yield a function that says whether Ctrl-C was pressed, so that what is begun can be finished.
+
+    Standard error says so; a second one ends at once.
+    """
     pressed = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield pressed.is_set
@@ -398,6 +434,11 @@ def _interruptions() -> Iterator[Callable[[], bool]]:
         if pressed.is_set():
             raise KeyboardInterrupt
         pressed.set()
+        print(
+            "sakiyomi: ending; the best drafter so far is saved and measured, and the same command goes on from here. "
+            "Ctrl-C again ends at once",
+            file=sys.stderr,
+        )
 
     before = signal.signal(signal.SIGINT, press)
     try:
