@@ -1070,7 +1070,7 @@ def test_progress_is_a_line_for_each_stage_and_minute_where_there_is_no_terminal
 ) -> None:
     clock = [1000.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    with progress.show_progress() as show:
+    with progress.show_progress(lines=True) as show:
         for done in range(100):
             show(done, 100, "responses")
             clock[0] += 1

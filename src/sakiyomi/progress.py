@@ -13,18 +13,18 @@ LINE_SECONDS = 60.0  # between lines about one stage, where there is no terminal
 
 
 @contextmanager
-def show_progress() -> Iterator[Callable[[int, int, str], None]]:
+def show_progress(*, lines: bool = False) -> Iterator[Callable[[int, int, str], None]]:
     """Yield a function that takes how much is done, of how much, and what: a bar with the time that is left.
 
-    Another total begins another stage. Where standard error is no terminal, a line says when one begins, and how far it
-    is each minute.
+    Another total begins another stage. Where standard error is no terminal nothing is shown; with ``lines``, for what
+    takes long, a line when a stage begins, and how far it is each minute.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _show_lines()
+        yield _show_lines() if lines else lambda done, total, what: None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:

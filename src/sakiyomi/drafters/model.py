@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from sakiyomi.distribution import Distribution, Ids
 from sakiyomi.errors import OptionError
@@ -116,6 +116,17 @@ class Reader:
         return host(output.logits).reshape(-1)
 
 
+def log_total(logits: npt.NDArray[np.float32]) -> list[float]:
+    """Return the log of the sum of the exponentials of each row; no number where there is one that is none.
+
+    In numpy, which has no threads: torch's, on a busy machine, may wait for one another longer than a draft may take.
+    """
+    largest = logits.max(axis=1)
+    with np.errstate(invalid="ignore"):
+        sums = np.exp(logits - largest[:, None]).sum(axis=1)
+    return [float(each) + math.log(total) for each, total in zip(largest, sums.tolist(), strict=True)]
+
+
 def likely(
     logits: Row, names: Ids | None, params: SamplingParams, seed: int, position: int, count: int = 1
 ) -> list[tuple[int, float]]:
@@ -131,7 +142,7 @@ def likely(
     kept, z = (None, logits) if greedy else candidates(logits, params)
     if kept is not None:
         names = kept if names is None else names[kept]
-    total = torch.from_numpy(z).logsumexp(0).item()
+    total = log_total(z[None])[0]
     found: list[tuple[int, float]] = []
     left = 1.0
     while True:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from sakiyomi.distribution import Ids
 from sakiyomi.drafters.layers import top
-from sakiyomi.drafters.model import ALTERNATIVE, LEAST, likely
+from sakiyomi.drafters.model import ALTERNATIVE, LEAST, likely, log_total
 from sakiyomi.drafting import renumbered
 from sakiyomi.interfaces import Draft, GoOn
 from sakiyomi.sampling import SamplingParams, draft_seed, host
@@ -105,13 +106,14 @@ class Choosing:
 def _likeliest(logits: torch.Tensor, count: int) -> list[Choices]:
     """Return the ``count`` likeliest of each row with their probabilities; after the first, those worth a row."""
     values, places = top(logits, min(count, logits.shape[1]))
-    probabilities = (values - logits.logsumexp(1, keepdim=True)).exp_()
+    totals = log_total(host(logits)) if logits.device.type == "cpu" else logits.logsumexp(1).tolist()
     found: list[Choices] = []
-    for row, indices in zip(probabilities.tolist(), places.tolist(), strict=True):
-        if not row[0] > 0:  # not a number
+    for row, indices, total in zip(values.tolist(), places.tolist(), totals, strict=True):
+        if not math.isfinite(total):
             found.append([])
             continue
-        choices = [(indices[0], min(1.0, max(row[0], LEAST)))]
-        choices.extend((i, p) for i, p in zip(indices[1:], row[1:], strict=True) if p >= ALTERNATIVE)
+        likeliest = [min(1.0, max(math.exp(each - total), LEAST)) for each in row]
+        choices = [(indices[0], likeliest[0])]
+        choices.extend((i, p) for i, p in zip(indices[1:], likeliest[1:], strict=True) if p >= ALTERNATIVE)
         found.append(choices)
     return found

@@ -153,7 +153,7 @@ def train(
     count_held_out(len({json.dumps(each.input) for each in to_answer} if prompts else {each.prompt for each in found}))
     if threads is not None:
         torch.set_num_threads(threads)
-    with _resumable(), warnings_in_one_line(), show_progress() as progress:
+    with _resumable(), warnings_in_one_line(), show_progress(lines=True) as progress:
         loaded = LoadedModel.load(model, dtype=dtype, device=None if device == "cpu" else device)  # type: ignore[arg-type]
         check_output(output, kind, model=loaded.folder, work=work)
         llm = LLM(loaded.target, loaded.tokenizer, drafter="none", costs=loaded.costs)
