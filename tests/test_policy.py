@@ -661,7 +661,7 @@ def test_an_outlook_is_the_best_one_though_it_costs_nothing(clock):
     member = member_of(Simulated(clock, lambda length: 0.5))
     prices = policy_module._Prices(ModelCosts(CostTable((1, 2, 3, 33), (1.0, 1.05, 3.0, 40.0))), 10, 1, 1, 1.0)
     free = policy_module._DraftTimes(0.0, 0.0, 0.0)
-    one, many = (policy_module._outlook(member, free, prices, limit, 100) for limit in (1, 8))
+    one, many = (policy_module._outlook(member, free, prices, limit, 100, 1.0) for limit in (1, 8))
     assert one.tokens > 0
     assert many == one
 
@@ -703,5 +703,5 @@ def test_a_block_is_priced_as_one_forward(clock):
     member, prices = member_of(block), policy_module._Prices(ModelCosts(CHEAP_ROWS), 100, 1, 1, 1.0)
     times = policy_module._DraftTimes.of(member, 100)
     assert (times.rows, times.next) == (8, 0.0)
-    long, block_long = (policy_module._outlook(member, times, prices, limit, 200) for limit in (32, 8))
+    long, block_long = (policy_module._outlook(member, times, prices, limit, 200, 1.0) for limit in (32, 8))
     assert long == block_long

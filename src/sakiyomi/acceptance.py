@@ -29,8 +29,12 @@ class Acceptance:
 
     def rate(self, confidence: float, position: int, alternative: bool = False) -> float:
         """Return the probability that a token stands if those before it on its path do."""
-        rates = self._bins[bisect_right(_CONFIDENCES, confidence)].rates()
-        return rates[_ALTERNATIVE if alternative else _place(position)]
+        return self.rate_of(cell(confidence, position, alternative))
+
+    def rate_of(self, cell: tuple[int, int]) -> float:
+        """Return the same for all tokens of a :func:`cell`."""
+        confidence, place = cell
+        return self._bins[confidence].rates()[place]
 
     def average(self, position: int) -> float:
         """Return the probability that a token at this position stands, its confidence not known yet."""
@@ -38,10 +42,15 @@ class Acceptance:
 
     def learn(self, confidence: float, position: int, alternative: bool, stood: bool) -> None:
         """Take note of a test."""
-        place = _ALTERNATIVE if alternative else _place(position)
-        self._bins[bisect_right(_CONFIDENCES, confidence)].add(place, stood)
+        bin_, place = cell(confidence, position, alternative)
+        self._bins[bin_].add(place, stood)
         if not alternative:
             self._any.add(place, stood)
+
+
+def cell(confidence: float, position: int, alternative: bool) -> tuple[int, int]:
+    """Return what a token's statistics are kept under: the bin of its confidence, and of its place."""
+    return bisect_right(_CONFIDENCES, confidence), _ALTERNATIVE if alternative else _place(position)
 
 
 class Odds:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
-from sakiyomi.acceptance import Acceptance, Odds
+from sakiyomi.acceptance import Acceptance, Odds, cell
 from sakiyomi.costs import ModelCosts
 from sakiyomi.drafting import Source, depth, first_path, renumbered
 from sakiyomi.errors import OptionError
@@ -182,7 +182,7 @@ class Experience:
         """Take note of how many tokens a proposal added, and of how many its outlook was. Older ones fade."""
         sums = self._added[bisect_right(_VALUES, value)]
         for i, tokens in enumerate((added, outlook)):
-            sums[i] = sums[i] * _RECENT_ADDED + max(tokens, 0.0)
+            sums[i] = sums[i] * _RECENT_ADDED + tokens
 
 
 class Ledger:
@@ -217,9 +217,14 @@ class _Member:
         self.stake_s = 0.0  # what the round may lose with it if no token stands
         self.draft_s = 0.0  # in this round
         self.reading_s = 0.0  # spent on reading once, not yet entered in the ledgers
+        self.rates: dict[tuple[int, int], float] = {}  # of this round's tokens
 
     def rate(self, confidence: float, position: int, alternative: bool) -> float:
-        return self.odds.apply(self.experience.acceptance.rate(confidence, position, alternative))
+        kept = cell(confidence, position, alternative)
+        rate = self.rates.get(kept)
+        if rate is None:
+            rate = self.rates[kept] = self.odds.apply(self.experience.acceptance.rate_of(kept))
+        return rate
 
     def average(self, position: int) -> float:
         return self.odds.apply(self.experience.acceptance.average(position))
@@ -284,24 +289,26 @@ class AdaptiveSession:
         self._rounds = 0
         self._tokens = self._units = 4.0  # of late, and the plain rounds whose time they took
         self._since_plain = 0
-        self._rows, self._sequences = 1, 1  # of this round
+        self._rows, self._sequences, self._rate = 1, 1, 0.0  # of this round
         self._proposals: list[tuple[_Member, Draft]] = []
+        self._asked: list[tuple[_Member, float, float]] = []  # costly ones, the plan's value before, the outlook
         self._plan = _Plan(Draft())
 
     def draft(self, left: int, context: int, rows: int, sequences: int) -> Draft:
         """Return the most valuable draft; an empty one where none is worth its time."""
         self._rounds += 1
         self._rows, self._sequences = rows, sequences
-        self._proposals, self._plan = [], _Plan(Draft())
+        self._proposals, self._asked, self._plan = [], [], _Plan(Draft())
         if left < 1 or (self._since_plain >= _ROUNDS_TO_PLAIN and self._tokens < _CLEARLY * self._units):
             return Draft()  # the latter to see again what a plain token takes, where that may decide
         limit = min(left, MOST)
         prices = _Prices(self._costs, context, rows, sequences, max(1.0, self._tokens / self._units))
-        stake_s = self._ledger.left(prices.token_s)
+        stake_s, self._rate = self._ledger.left(prices.token_s), prices.rate
         tree = _Tree()
         costly = []
         for member in self._members:
             member.stake_s = min(stake_s, member.ledger.left(prices.token_s))
+            member.rates.clear()
             if not member.source.alive or member.stake_s <= 0:
                 continue
             affordable = max(_CHEAP, member.experience.worth / _ASKED)  # in a large batch no time is short
@@ -320,27 +327,27 @@ class AdaptiveSession:
         for member in costly if self._rounds > 1 else ():  # the first token shouldn't wait for a model to read
             sampled = member.source.sampled
             times = _DraftTimes.of(member, context)
-            outlook = _outlook(member, times, prices, limit, left)
             added = 1.0 if sampled else member.experience.added(plan.value)
-            if added * outlook.tokens - outlook.price <= max(_LEAST, plan.value if sampled else 0.0):
+            outlook = _outlook(member, times, prices, limit, left, added)
+            price = outlook.price * (_SURELY if plan.draft and not sampled else 1.0)
+            if added * outlook.tokens - price <= max(_LEAST, plan.value if sampled else 0.0):
                 if sampled and plan.draft:
                     continue
                 cost_s = times.first + times.once / 4 + prices.seconds[1]  # what is read once is read
                 if cost_s > member.stake_s or not member.may_probe(cost_s):
                     continue
-                best = _outlook(member, times, prices, limit, left, surely=True)
+                best = _outlook(member, times, prices, limit, left, 1.0, surely=True)
                 if best.tokens <= best.price:
                     continue
-            draft = _ask_costly(member, limit, times, prices, context)
+            draft = _ask_costly(member, limit, times, prices, context, added)
             self._proposed(member, draft, tree)
             if sampled:
                 if draft:  # how much of it to check was decided as it was drawn
                     plan = _Plan(draft, 0.0, ((member,),) * len(draft))
                     break
                 continue
-            before, plan = plan.value, tree.plan(prices)
-            if outlook.tokens > 0:
-                member.experience.add(before, plan.value - before, outlook.tokens)
+            self._asked.append((member, plan.value, max(outlook.tokens, 0.0)))
+            plan = tree.plan(prices)
         for member, _ in self._proposals:
             member.brought(plan.worth.get(member, 0.0))
         self._plan = plan
@@ -372,6 +379,7 @@ class AdaptiveSession:
             self._units = self._units * _RECENT + spent / plain_s
         for member, proposal in self._proposals:
             _learn(member, proposal, checked.tokens)
+        self._learn_added(checked, cost_s)
         lost = self._losses(checked, cost_s, token_s)
         total = 0.0
         for member in self._members:
@@ -387,6 +395,17 @@ class AdaptiveSession:
             member.ledger.add(elapsed / sequences, charged, token_s)
             total += charged
         self._ledger.add(elapsed / sequences, total, token_s)
+
+    def _learn_added(self, checked: Checked, cost_s: float) -> None:
+        """Learn what those added that cost time: tokens that stood and no other proposed, less what their rows took."""
+        owners = self._plan.owners
+        if len(owners) != len(checked.draft):
+            return
+        for member, value, outlook in self._asked:
+            own = [i for i, members in enumerate(owners) if members == (member,)]
+            stood = sum(i in checked.accepted for i in own)
+            rows_s = cost_s * len(own) / max(1, len(owners))
+            member.experience.add(value, stood - self._rate * rows_s, outlook)
 
     def _losses(self, checked: Checked, cost_s: float, token_s: float) -> dict[_Member, float]:
         """Return what each member lost in the target: the time of its tokens, less that of those that stood.
@@ -409,8 +428,9 @@ class AdaptiveSession:
 _MARGIN = 1.05  # estimates are noisy, and what is chosen looks better than it is
 _LEAST = 0.02  # a draft worth fewer tokens isn't checked: estimates are no better
 _VALUES = (0.1, 0.4, 0.8, 1.5)  # bounds of what a draft is worth without another drafter
-_FIRST_ADDED, _FIRST_OUTLOOK = (1.0, 0.7, 0.5, 0.4, 0.3), 10.0  # what is believed weighs as much as so many tokens
-_RECENT_ADDED, _MOST_ADDED = 0.9, 3.0
+_FIRST_ADDED, _FIRST_OUTLOOK = (1.0, 0.5, 0.3, 0.2, 0.1), 10.0  # what is believed weighs as much as so many tokens
+_SURELY = 1.3  # times its price what comes on top of other drafts has to be worth: that is harder to foresee
+_RECENT_ADDED, _LEAST_ADDED, _MOST_ADDED = 0.98, 0.1, 3.0
 _CHEAP = 0.02  # a drafter whose proposals take less than the time of so many tokens is asked in every round
 _RECENT = 0.95
 _FIRST_WORTH, _RECENT_WORTH = 0.5, 0.03
@@ -487,11 +507,11 @@ class _Outlook:
 
 
 def _outlook(
-    member: _Member, times: _DraftTimes, prices: _Prices, limit: int, left: int, *, surely: bool = False
+    member: _Member, times: _DraftTimes, prices: _Prices, limit: int, left: int, added: float, *, surely: bool = False
 ) -> _Outlook:
     """Return what to expect of asking a costly drafter, before anything is known of its draft.
 
-    ``surely``: if all that it drafts stood.
+    As many tokens as pay where ``added`` of their worth comes on top of others' drafts. ``surely``: if all stood.
     """
     horizon = min(left, _HORIZON)
     if times.once > member.stake_s + _READING * horizon * prices.token_s:
@@ -508,7 +528,7 @@ def _outlook(
         spent += own_s + rows_s
         if spent > member.stake_s:
             break
-        if gain - price > best.tokens - best.price or count == 1:
+        if added * gain - price > added * best.tokens - best.price or count == 1:
             best, rounds = _Outlook(gain, price), max(1.0, horizon / tokens)
     return _Outlook(best.tokens, best.price + prices.rate * times.once / rounds)
 
@@ -516,11 +536,12 @@ def _outlook(
 class _Stop:
     """Tells a costly drafter to go on while its next token can be expected to pay.
 
+    ``added``: the share of its tokens' worth that the drafts of others don't have already.
     ``count``: the tokens it asked after, each of which took its model a forward.
     """
 
-    def __init__(self, member: _Member, times: _DraftTimes, prices: _Prices) -> None:
-        self._member, self._times, self._prices = member, times, prices
+    def __init__(self, member: _Member, times: _DraftTimes, prices: _Prices, added: float) -> None:
+        self._member, self._times, self._prices, self._added = member, times, prices, added
         self._survival, self.count = 1.0, 0
         self._tokens, self._spent = 1.0, times.first + prices.seconds[1]
 
@@ -530,15 +551,16 @@ class _Stop:
         self._tokens += self._survival
         expected = self._survival * self._member.average(self.count + 1)
         at = min(self.count, MOST)  # a model with another tokenizer may need more tokens for as much text
-        seconds = self._times.next + self._prices.seconds[at + 1] - self._prices.seconds[at]
-        pays = expected > self._prices.price(seconds, self._tokens, self._spent)
-        self._spent += seconds
+        rows_s = self._prices.seconds[at + 1] - self._prices.seconds[at]
+        gain = expected - self._prices.price(rows_s, self._tokens, self._spent)
+        pays = self._added * gain > self._prices.price(self._times.next, self._tokens, self._spent)
+        self._spent += self._times.next + rows_s
         return pays and self._spent <= self._member.stake_s
 
 
-def _ask_costly(member: _Member, budget: int, times: _DraftTimes, prices: _Prices, context: int) -> Draft:
+def _ask_costly(member: _Member, budget: int, times: _DraftTimes, prices: _Prices, context: int, added: float) -> Draft:
     """Return what a costly drafter proposes, and learn what it took."""
-    stop = _Stop(member, times, prices)
+    stop = _Stop(member, times, prices, min(max(added, _LEAST_ADDED), 1.0))
     draft = member.propose(budget, stop)
     member.took(member.source.seconds)
     if not draft:  # time spent on nothing
