@@ -212,7 +212,7 @@ def generate(
     llm = _load(
         model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model, verification, device, trained
     )
-    setting, suffix = _speculation(llm, names, drafter, k, looked_up, memory)
+    setting, suffix = _speculation(llm, drafter, k, looked_up, memory)
     given: Prompt = text
     if not raw and llm.tokenizer.chat_template is not None:
         given = [{"role": "system", "content": system}] if system else []
@@ -263,7 +263,7 @@ def _drafter_names(
 
 
 def _speculation(
-    llm: LLM, names: Sequence[str], drafter: str, k: int | None, looked_up: str | None, memory: Path | None
+    llm: LLM, drafter: str, k: int | None, looked_up: str | None, memory: Path | None
 ) -> tuple[Speculation | None, SuffixDrafter | None]:
     """Return a setting whose drafters have the reference and the memory, and the one that remembers.
 
@@ -277,7 +277,7 @@ def _speculation(
         return None, None
     setting = llm.speculation(drafter, k)
     ids = () if looked_up is None else llm.tokenizer.encode(looked_up, special=False)
-    made = dict(zip(names, setting.drafters, strict=True))
+    made = {each.name: each for each in setting.drafters}
     suffix = _suffix_drafter(memory, ids, llm.tokenizer.fingerprint) if "suffix" in made else None
     if suffix:
         made["suffix"] = suffix
