@@ -58,7 +58,7 @@ def test_auto_is_what_there_is(monkeypatch):
         ("ngram+none", r"drafter='ngram\+none': must be one of"),
         ("ngram+ngram", r"drafter='ngram\+ngram': names a drafter twice"),
         ("model", "drafter='model': needs a draft model; name one with draft_model"),
-        ("suffix+table", "needs a table drafter trained for this model; name its folder with trained"),
+        ("suffix+table", "needs a drafter of kind table, trained for this model; name its folder with trained"),
     ],
 )
 def test_wrong_names(name, message):

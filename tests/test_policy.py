@@ -705,3 +705,17 @@ def test_a_block_is_priced_as_one_forward(clock):
     assert (times.rows, times.next) == (8, 0.0)
     long, block_long = (policy_module._outlook(member, times, prices, limit, 200, 1.0) for limit in (32, 8))
     assert long == block_long
+
+
+def test_a_draft_of_several_is_named_in_their_order(clock):
+    """Whoever of them has the likeliest token: or the statistics would tell each order apart."""
+    names = set()
+    for sure in ("one", "other"):
+        drafters = [
+            Simulated(clock, lambda length: 0.9, name, 0.95 if name == sure else 0.6, alternative=0.9)
+            for name in ("one", "other")
+        ]
+        drafters[1].source.seed(5)
+        names |= {draft.drafter for draft in simulate(adaptive(FREE_ROWS), drafters, clock, FREE_ROWS, 200).drafts}
+    assert "one+other" in names
+    assert "other+one" not in names

@@ -584,10 +584,12 @@ class _Tree:
         self._survivals: list[float] = []  # the probability that a token and all before it on its path stand
         self._owners: list[tuple[_Member, ...]] = []
         self._places: dict[tuple[int, int], int] = {}  # of a token after its parent
+        self._members: list[_Member] = []
         self._stake_s = 0.0
 
     def add(self, member: _Member, draft: Draft) -> None:
         """Add a proposal."""
+        self._members.append(member)
         self._stake_s = max(self._stake_s, member.stake_s)
         places: list[int] = []
         positions: list[int] = []
@@ -640,7 +642,12 @@ class _Tree:
             for member in self._owners[i]:
                 worth[member] = worth.get(member, 0.0) + gain / len(self._owners[i])
         kept = sorted(order[:count])
-        return _Plan(self._draft(kept, tuple(worth)), best, tuple(self._owners[i] for i in kept), worth)
+        return _Plan(
+            self._draft(kept, [each for each in self._members if each in worth]),
+            best,
+            tuple(self._owners[i] for i in kept),
+            worth,
+        )
 
     def _draft(self, kept: Sequence[int], members: Sequence[_Member]) -> Draft:
         before = [self._survivals[p] if (p := self._parents[i]) >= 0 else 1.0 for i in kept]

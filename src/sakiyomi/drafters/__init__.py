@@ -37,7 +37,8 @@ def parse(drafter: str, given: Collection[str] = ()) -> tuple[str, ...]:
             raise OptionError(f"drafter={drafter!r}: needs a draft model; name one with draft_model")
         if name in TRAINED:
             raise OptionError(
-                f"drafter={drafter!r}: needs a {name} drafter trained for this model; name its folder with trained"
+                f"drafter={drafter!r}: needs a drafter of kind {name}, trained for this model; name its "
+                "folder with trained"
             )
         known = ", ".join((AUTO, *DRAFTERS, *TRAINED, MODEL, "none"))
         raise OptionError(f"drafter={drafter!r}: must be one of {known}, or several joined with +")
