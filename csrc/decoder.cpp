@@ -17,14 +17,28 @@ struct Path {
     int64_t position;           // of the first row
     int64_t first, rows;        // of the plan's places
     std::vector<int64_t> keys;  // slots of the keys from `length` on; empty where they lie in order
+    int64_t alike;              // of those, the first ones that the path before this one has too
 };
 
-struct Tile {
+// Rows of a path.
+struct Stretch {
     const Path *path;
     int64_t first, rows;  // of the path
-    int64_t first_page, pages;
 
     int64_t position() const { return path->position + first; }
+    int64_t newest() const { return position() + rows - 1; }
+};
+
+// Rows of one sequence that attention takes together, in their places' order. Their keys are the same in the blocks
+// before `shared`; in those after, each stretch has its own.
+struct Tile {
+    std::vector<Stretch> stretches;
+    int64_t place, rows;
+    int64_t position, newest;  // of the first and the last token among them
+    int64_t shared;
+    int64_t first_page, pages;
+
+    const Sequence &sequence() const { return *stretches[0].path->sequence; }
 };
 
 }  // namespace
@@ -44,7 +58,7 @@ class Plan {
     std::vector<Path> paths;
     std::vector<std::pair<int64_t, std::vector<Tile>>> tiles;  // by attention window
     int64_t most_tiles = 0, most_pages = 0, most_queries = 0;  // most_queries: of a tile, in whole tiles of the kernels
-    bool gathers = false;
+    int64_t most_gathered = 0;                                 // blocks of a page that stretches of a tile gather
     std::shared_ptr<const Decoder::Scratch> scratch;
 
     // Floats that the result of a tile for a page takes: sums of values, highest scores and sums of weights.
@@ -77,7 +91,6 @@ Plan::Plan(const Batch &given, const Decoder &decoder, int threads) : batch(give
     }
     for (size_t place = 0; place < row_at.size(); ++place)
         places[static_cast<size_t>(row_at[place])] = static_cast<int64_t>(place);
-    for (const Path &path : paths) gathers = gathers || !path.keys.empty();
     const int64_t group = decoder.shape.heads / decoder.shape.kv_heads;
     for (const Layer &layer : decoder.layers) add_tiles(layer.window, std::max<int64_t>(1, QUERY_TILE / group));
     for (const auto &[window, of_window] : tiles)
@@ -90,25 +103,44 @@ void Plan::add_tiles(int64_t window, int64_t rows_per_tile) {
         if (entry.first == window) return;
     std::vector<Tile> added;
     for (const Path &path : paths)
-        for (int64_t first = 0; first < path.rows; first += rows_per_tile) {
-            Tile tile{&path, first, std::min(rows_per_tile, path.rows - first), 0, 0};
-            tile.first_page = std::max<int64_t>(0, tile.position() - window + 1) / PAGE;
-            tile.pages = (tile.position() + tile.rows - 1) / PAGE - tile.first_page + 1;
-            most_pages = std::max(most_pages, tile.pages);
-            added.push_back(tile);
+        for (int64_t first = 0, taken = 0; first < path.rows; first += taken) {
+            if (added.empty() || &added.back().sequence() != path.sequence || added.back().rows == rows_per_tile)
+                added.push_back({{}, path.first + first, 0, path.position + first, 0, 0, 0, 0});
+            Tile &tile = added.back();
+            taken = std::min(rows_per_tile - tile.rows, path.rows - first);
+            tile.stretches.push_back({&path, first, taken});
+            tile.rows += taken;
+            tile.position = std::min(tile.position, tile.stretches.back().position());
+            tile.newest = std::max(tile.newest, tile.stretches.back().newest());
         }
+    for (Tile &tile : added) {
+        const Path &path = *tile.stretches[0].path;
+        const bool one = tile.stretches.size() == 1 && path.keys.empty();
+        tile.shared = (one ? tile.newest + BLOCK : path.length) / BLOCK;
+        tile.first_page = std::max<int64_t>(0, tile.position - window + 1) / PAGE;
+        tile.pages = tile.newest / PAGE - tile.first_page + 1;
+        most_pages = std::max(most_pages, tile.pages);
+        int64_t gathered = 0;
+        for (const Stretch &stretch : tile.stretches)
+            if (!stretch.path->keys.empty())
+                gathered += std::min<int64_t>(PAGE / BLOCK, stretch.newest() / BLOCK - tile.shared + 1);
+        most_gathered = std::max(most_gathered, gathered);
+    }
     most_tiles = std::max(most_tiles, static_cast<int64_t>(added.size()));
     tiles.emplace_back(window, std::move(added));
 }
 
 void Plan::add_paths(const Part &part, int64_t first_row) {
+    std::vector<int64_t> before;
     const auto add = [&](const std::vector<int64_t> &path, int64_t known) {
+        const auto parted = std::mismatch(path.begin(), path.end(), before.begin(), before.end());
         Path added{part.sequence,
                    part.length,
                    part.length + known,
                    static_cast<int64_t>(row_at.size()),
                    static_cast<int64_t>(path.size()) - known,
-                   {}};
+                   {},
+                   parted.first - path.begin()};
         for (size_t i = 0; i < path.size(); ++i) {
             if (path[i] != static_cast<int64_t>(i) && added.keys.empty())
                 for (const int64_t row : path) added.keys.push_back(part.length + row);
@@ -117,6 +149,7 @@ void Plan::add_paths(const Part &part, int64_t first_row) {
             row_at.push_back(first_row + path[i]);
         }
         paths.push_back(std::move(added));
+        before = path;
     };
     std::vector<int64_t> path;
     if (!part.parents) {
@@ -287,7 +320,7 @@ class Pass {
     int64_t queries_stride() const { return (scratch_.rows * group_ + SPARE_ROWS) * query_bytes(); }
     int64_t shares_bytes() const { return round_up(plan_.most_pages * 4, CACHE_LINE); }
 
-    // Attention of every tile and head, whole or page by page: the same sums either way.
+    // Attention of every tile and head, whole or page by page: the same sums either way, and the same as in a chain.
     void attend(const Layer &layer, int index) {
         const std::vector<Tile> &tiles = plan_.tiles_for(layer.window);
         const auto items = static_cast<int64_t>(tiles.size()) * shape_.kv_heads;
@@ -327,40 +360,52 @@ class Pass {
     }
 
     void attend_page(const Layer &layer, int index, const Tile &tile, int head, int64_t page, int64_t slot) {
-        const Path &path = *tile.path;
-        const CacheShape &cache = path.sequence->shape;
-        const int64_t newest = tile.position() + tile.rows - 1,
-                      oldest = std::max<int64_t>(0, tile.position() - layer.window + 1);
+        const Sequence &sequence = tile.sequence();
         constexpr int64_t per_page = PAGE / BLOCK;
+        const int64_t oldest = std::max<int64_t>(0, tile.position - layer.window + 1);
         const int64_t first = std::max((tile.first_page + page) * per_page, oldest / BLOCK);
-        const int64_t last = std::min((tile.first_page + page + 1) * per_page, newest / BLOCK + 1);
-        char *own = thread_scratch(team_.thread);
-        auto *scores = reinterpret_cast<float *>(own);
-        char *weights = own + int64_t{QUERY_TILE} * PAGE * 4,
+        const int64_t last = (tile.first_page + page + 1) * per_page;
+        const int64_t shared = std::min(last, tile.shared), own = std::max(first, shared);
+        char *scratch = thread_scratch(team_.thread);
+        auto *scores = reinterpret_cast<float *>(scratch);
+        char *weights = scratch + int64_t{QUERY_TILE} * PAGE * 4,
              *gathered = weights + int64_t{QUERY_TILE} * PAGE * 4 + shares_bytes();
-        const char *blocks[per_page];
-        for (int64_t b = first; b < last; ++b) {
-            char *block = path.sequence->block(index, head, b);
-            if (!path.keys.empty() && (b + 1) * BLOCK > path.length) {
-                char *to = gathered + (b - first) * cache.block_bytes();
-                gather(path, index, head, b, newest, to);
-                block = to;
+        const char *blocks[per_page], *own_blocks[QUERY_TILE][per_page];
+        for (int64_t b = first; b < shared; ++b) blocks[b - first] = sequence.block(index, head, b);
+        Branch branches[QUERY_TILE];
+        int branch_count = 0;
+        int64_t row = 0;
+        for (const Stretch &stretch : tile.stretches) {
+            const int64_t end = std::max(own, std::min(last, stretch.newest() / BLOCK + 1));
+            const Branch *before = branch_count ? &branches[branch_count - 1] : nullptr;
+            const char **found = own_blocks[branch_count];
+            for (int64_t b = own; b < end; ++b) {
+                if (stretch.path->keys.empty()) {
+                    found[b - own] = sequence.block(index, head, b);
+                    continue;
+                }
+                const bool alike = before && b - own < before->block_count;
+                gather(stretch, index, head, b, alike ? before->blocks[b - own] : nullptr, gathered);
+                found[b - own] = gathered;
+                gathered += sequence.shape.block_bytes();
             }
-            blocks[b - first] = block;
+            branches[branch_count++] = {static_cast<int>(row * group_), static_cast<int>(stretch.rows * group_),
+                                        stretch.position(), found, static_cast<int>(end - own)};
+            row += stretch.rows;
         }
         float *acc = partial(slot, page), *stats = acc + plan_.most_queries * dim_;
         AttendCall call{};
         call.format = shape_.cache;
-        call.queries =
-            scratch_.queries.data() + head * queries_stride() + (path.first + tile.first) * group_ * query_bytes();
+        call.queries = scratch_.queries.data() + head * queries_stride() + tile.place * group_ * query_bytes();
         call.rows = static_cast<int>(tile.rows * group_);
         call.group = static_cast<int>(group_);
         call.padded_dim = static_cast<int>(dim_);
         call.scale = shape_.attention_scale;
         call.blocks = blocks;
-        call.block_count = static_cast<int>(last - first);
+        call.block_count = static_cast<int>(std::max<int64_t>(0, shared - first));
+        call.branches = branches;
+        call.branch_count = branch_count;
         call.first_key = first * BLOCK;
-        call.position = tile.position();
         call.window = layer.window;
         call.scores = scores;
         call.weights = weights;
@@ -370,16 +415,23 @@ class Pass {
         kernels_.attend(call);
     }
 
-    // A block as it would be in a chain, of keys that lie elsewhere.
-    void gather(const Path &path, int index, int head, int64_t block, int64_t newest, char *to) {
-        const CacheShape &cache = path.sequence->shape;
-        if (block * BLOCK < path.length)
-            std::memcpy(to, path.sequence->block(index, head, block), static_cast<size_t>(cache.block_bytes()));
-        else
-            std::memset(to, 0, static_cast<size_t>(cache.block_bytes()));
-        for (int64_t key = std::max(block * BLOCK, path.length); key < (block + 1) * BLOCK && key <= newest; ++key) {
+    // A block as it would be in a chain, of keys that lie elsewhere. `before`: that block of the stretch before this
+    // one in the tile, null for none: it has the same tokens but for those that only one of the paths has.
+    void gather(const Stretch &stretch, int index, int head, int64_t block, const char *before, char *to) {
+        const Path &path = *stretch.path;
+        const Sequence &sequence = *path.sequence;
+        int64_t key = std::max(block * BLOCK, path.length);
+        if (before) {
+            std::memcpy(to, before, static_cast<size_t>(sequence.shape.block_bytes()));
+            key = std::max(key, path.length + path.alike);
+        } else if (block * BLOCK < path.length) {
+            std::memcpy(to, sequence.block(index, head, block), static_cast<size_t>(sequence.shape.block_bytes()));
+        } else {
+            std::memset(to, 0, static_cast<size_t>(sequence.shape.block_bytes()));
+        }
+        for (; key < (block + 1) * BLOCK && key <= stretch.newest(); ++key) {
             const int64_t from = path.keys[static_cast<size_t>(key - path.length)];
-            copy_slot(cache, path.sequence->block(index, head, from / BLOCK), static_cast<int>(from % BLOCK), to,
+            copy_slot(sequence.shape, sequence.block(index, head, from / BLOCK), static_cast<int>(from % BLOCK), to,
                       static_cast<int>(key % BLOCK));
         }
     }
@@ -393,7 +445,7 @@ class Pass {
                    0};
         const int64_t element = element_size(out.kind);
         for (int64_t i = 0; i < tile.rows * group_; ++i) {
-            const int64_t row = plan_.row_at[static_cast<size_t>(tile.path->first + tile.first + i / group_)];
+            const int64_t row = plan_.row_at[static_cast<size_t>(tile.place + i / group_)];
             MergeCall call{};
             call.pages = static_cast<int>(tile.pages);
             call.head_dim = shape_.head_dim;
@@ -506,7 +558,7 @@ void Decoder::forward(const Batch &batch, int threads) const {
 std::shared_ptr<const Decoder::Scratch> Decoder::fitted(std::shared_ptr<const Scratch> scratch,
                                                         const Plan &plan) const {
     const int64_t group = shape.heads / shape.kv_heads, dim = cache_shape().padded_dim();
-    const int64_t own_bytes = int64_t{QUERY_TILE} * PAGE * 8 + (plan.gathers ? cache_shape().head_bytes() : 0) +
+    const int64_t own_bytes = int64_t{QUERY_TILE} * PAGE * 8 + plan.most_gathered * cache_shape().block_bytes() +
                               round_up(plan.most_pages * 4, CACHE_LINE);
     // Attention that is cut by pages has fewer tiles and heads than two per thread.
     const int64_t items =

@@ -90,23 +90,32 @@ struct RotateCall {
     int slot;             // in the key block
 };
 
+// Query rows that follow one another, and the last blocks of their keys where others of the tile have other ones.
+struct Branch {
+    int first, rows;   // of the tile; a row's own position is `position` and 1 for every `group` rows before it
+    int64_t position;  // of the first row
+    const char *const *blocks;  // after those of all rows
+    int block_count;
+};
+
 // Attention of a tile of query rows to the keys of one page: acc = sum of p V, not yet divided by the sum of p.
 struct AttendCall {
     Format format;
     const char *queries;  // [rows][padded_dim]
-    int rows, group;      // row i stands at position + i / group
+    int rows, group;
     int padded_dim;
     float scale;
-    const char *const *blocks;  // of keys, values after them
+    const char *const *blocks;  // of the keys that all rows have, values after them
     int block_count;
-    int64_t first_key;  // position of the first key of blocks[0]
-    int64_t position;
-    int64_t window;  // how many tokens back a row sees, itself included
-    float *scores;   // scratch: [QUERY_TILE][PAGE]
-    char *weights;   // scratch: [QUERY_TILE][PAGE] floats
-    float *acc;      // [QUERY_TILE][padded_dim]
-    float *highest;  // [rows]: highest score
-    float *sum;      // [rows]
+    const Branch *branches;  // together all rows, in their order
+    int branch_count;
+    int64_t first_key;  // position of the first key
+    int64_t window;     // how many tokens back a row sees, itself included
+    float *scores;      // scratch: [QUERY_TILE][PAGE]
+    char *weights;      // scratch: [QUERY_TILE][PAGE] floats
+    float *acc;         // [QUERY_TILE][padded_dim]
+    float *highest;     // [rows]: highest score
+    float *sum;         // [rows]
 };
 
 // The partial results of a query row over pages, brought together.

@@ -185,7 +185,7 @@ void linear(const LinearCall &call, int64_t first_block, int64_t last_block) {
                 multiply_int8(call.in, row, rows, data, products);
             else
                 multiply(w.format, {call.in.data + row * call.in.stride, call.in.stride, &data, 1, steps}, rows,
-                         products, BLOCK);
+                         products, BLOCK, false);
             finish(call, block, row, rows, products);
         }
     }
@@ -267,20 +267,45 @@ void rotate(const RotateCall &call) {
     }
 }
 
+// f(first row, rows) for the rows of every branch with blocks of its own, a few at a time: others' are left alone then.
+template <class F>
+inline void each_branch(const AttendCall &call, F f) {
+    int configured = 0;
+    for (int n = 0; n < call.branch_count; ++n) {
+        const Branch &branch = call.branches[n];
+        for (int row = 0; branch.block_count && row < branch.rows; row += EXACT_ROWS) {
+            const int rows = branch.rows - row < EXACT_ROWS ? branch.rows - row : EXACT_ROWS;
+            if (rows != configured) configure_tiles(configured = rows);
+            f(branch, branch.first + row, rows);
+        }
+    }
+}
+
 void attend(const AttendCall &call) {
     configure_tiles(call.rows);
-    const int keys = call.block_count * BLOCK, dim = call.padded_dim, steps = elements_per_step(call.format);
+    const int shared = call.block_count * BLOCK, dim = call.padded_dim, steps = elements_per_step(call.format);
     const Operand weights{kind(call.format), call.weights, PAGE * element_size(kind(call.format)), nullptr, nullptr, 0};
     const int64_t query_stride = dim * element_size(weights.kind);
     const int64_t half_block = int64_t{BLOCK} * dim * element_size(call.format);
     for (int b = 0; b < call.block_count; ++b) {
         prefetch(call.blocks[b] + half_block, half_block);  // the values, to come while the weights are worked out
         multiply(call.format, {call.queries, query_stride, call.blocks + b, 1, dim / steps}, call.rows,
-                 call.scores + b * BLOCK, PAGE);
+                 call.scores + b * BLOCK, PAGE, false);
     }
-    for (int i = 0; i < call.rows; ++i) {
+    bool branched = false;
+    each_branch(call, [&](const Branch &branch, int row, int rows) {
+        branched = true;
+        for (int b = 0; b < branch.block_count; ++b)
+            multiply(call.format, {call.queries + row * query_stride, query_stride, branch.blocks + b, 1, dim / steps},
+                     rows, call.scores + row * PAGE + shared + b * BLOCK, PAGE, false);
+    });
+    for (int i = 0, n = 0; i < call.rows; ++i) {
+        while (i == call.branches[n].first + call.branches[n].rows) ++n;
+        const Branch &branch = call.branches[n];
+        const int keys = shared + branch.block_count * BLOCK;
         float *scores = call.scores + i * PAGE;
-        const int64_t newest = call.position + i / call.group - call.first_key, oldest = newest - call.window + 1;
+        const int64_t newest = branch.position + (i - branch.first) / call.group - call.first_key;
+        const int64_t oldest = newest - call.window + 1;
         for (int64_t key = newest + 1 < 0 ? 0 : newest + 1; key < keys; ++key) scores[key] = LOWEST;
         for (int64_t key = 0; key < (oldest < keys ? oldest : keys); ++key) scores[key] = LOWEST;
         V top = set1(LOWEST);
@@ -296,12 +321,24 @@ void attend(const AttendCall &call) {
         call.sum[i] = sum(total);
     }
     const char *values[PAGE / BLOCK];
+    const auto find_values = [&](const char *const *blocks, int count, int column) {
+        for (int b = 0; b < count; ++b) values[b] = blocks[b] + half_block + column * BLOCK * element_size(call.format);
+    };
+    if (branched) configure_tiles(call.rows);
     for (int column = 0; column < dim; column += BLOCK) {
-        for (int b = 0; b < call.block_count; ++b)
-            values[b] = call.blocks[b] + half_block + column * BLOCK * element_size(call.format);
+        find_values(call.blocks, call.block_count, column);
         multiply(call.format, {weights.data, weights.stride, values, call.block_count, BLOCK / steps}, call.rows,
-                 call.acc + column, dim);
+                 call.acc + column, dim, false);
     }
+    const char *own_weights = weights.data + shared * element_size(weights.kind);
+    each_branch(call, [&](const Branch &branch, int row, int rows) {
+        for (int column = 0; column < dim; column += BLOCK) {
+            find_values(branch.blocks, branch.block_count, column);
+            multiply(call.format,
+                     {own_weights + row * weights.stride, weights.stride, values, branch.block_count, BLOCK / steps},
+                     rows, call.acc + row * dim + column, dim, true);
+        }
+    });
 }
 
 void merge(const MergeCall &call) {

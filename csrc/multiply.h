@@ -2,7 +2,7 @@
 //
 // multiply(): out[row][0..32) = sum over the segments of weights, in order, of row x weights. The order in which a
 // row's products are added is the same whatever rows are beside it: one accumulator per row and column, from the
-// first step to the last.
+// first step to the last. So it is if a second call goes on (`onto`) with what a first one left in `out`.
 #pragma once
 
 #include <math.h>
@@ -49,6 +49,7 @@ struct F32 {
     __m512 w0, w1;
     explicit F32(const char *p) : w0(_mm512_loadu_ps(p)), w1(_mm512_loadu_ps(p + 64)) { ahead(p); }
     static Sum zero() { return _mm512_setzero_ps(); }
+    static Sum load(const float *p) { return _mm512_loadu_ps(p); }
     void add_to(Sum *sum, const char *a) const {
         __m512 x = _mm512_set1_ps(float_at(a));
         sum[0] = _mm512_fmadd_ps(w0, x, sum[0]);
@@ -69,6 +70,7 @@ struct BF16 {
         ahead(p);
     }
     static Sum zero() { return _mm512_setzero_ps(); }
+    static Sum load(const float *p) { return _mm512_loadu_ps(p); }
     void add_to(Sum *sum, const char *a) const {
         __m512bh x = reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(bits_at(a))));
         sum[0] = _mm512_dpbf16_ps(sum[0], w0, x);
@@ -109,6 +111,7 @@ struct BF16 {  // a pair of bf16 is two float32: the upper half, and the lower h
         ahead(p);
     }
     static Sum zero() { return _mm512_setzero_ps(); }
+    static Sum load(const float *p) { return _mm512_loadu_ps(p); }
     void add_to(Sum *sum, const char *a) const {
         __m512 x = _mm512_set1_ps(float_at(a)), y = _mm512_set1_ps(float_at(a + 4));
         sum[0] = _mm512_fmadd_ps(odd0, y, _mm512_fmadd_ps(even0, x, sum[0]));
@@ -157,6 +160,7 @@ struct F32 {
         ahead(p);
     }
     static Sum zero() { return _mm256_setzero_ps(); }
+    static Sum load(const float *p) { return _mm256_loadu_ps(p); }
     void add_to(Sum *sum, const char *a) const {
         __m256 x = _mm256_set1_ps(float_at(a));
         sum[0] = _mm256_fmadd_ps(w0, x, sum[0]);
@@ -180,6 +184,7 @@ struct BF16 {
         ahead(p);
     }
     static Sum zero() { return _mm256_setzero_ps(); }
+    static Sum load(const float *p) { return _mm256_loadu_ps(p); }
     void add_to(Sum *sum, const char *a) const {
         __m256 x = _mm256_set1_ps(float_at(a)), y = _mm256_set1_ps(float_at(a + 4));
         sum[0] = _mm256_fmadd_ps(odd0, y, _mm256_fmadd_ps(even0, x, sum[0]));
@@ -279,6 +284,7 @@ struct F32 {
     Floats w0, w1;
     explicit F32(const char *p) : w0(four_at<Floats>(p)), w1(four_at<Floats>(p + 16)) {}
     static Sum zero() { return Sum{}; }
+    static Sum load(const float *p) { return four_at<Sum>(p); }
     void add_to(Sum *sum, const char *a) const {
         const float x = float_at(a);
         sum[0] = multiply_add(w0, x, sum[0]);
@@ -300,6 +306,7 @@ struct BF16 {
         odd1 = as<Floats>(w1 & 0xffff0000u);
     }
     static Sum zero() { return Sum{}; }
+    static Sum load(const float *p) { return four_at<Sum>(p); }
     void add_to(Sum *sum, const char *a) const {
         const float x = float_at(a), y = float_at(a + 4);
         sum[0] = multiply_add(odd0, y, multiply_add(even0, x, sum[0]));
@@ -356,12 +363,15 @@ struct Factors {
 
 // R rows x P times COLUMNS columns from a column on, all sums in registers.
 template <class M, int R, int P>
-void multiply_tile(const Factors &f, const char *a, int column, float *out, int64_t out_stride) {
+void multiply_tile(const Factors &f, const char *a, int column, float *out, int64_t out_stride, bool onto) {
     constexpr int N = M::COLUMNS * 4 / static_cast<int>(sizeof(typename M::Sum));
+    const auto place = [&](int p, int r, int n) {
+        return out + r * out_stride + column + p * M::COLUMNS + n * (M::COLUMNS / N);
+    };
     typename M::Sum sums[P][R][N];
     for (int p = 0; p < P; ++p)
         for (int r = 0; r < R; ++r)
-            for (int n = 0; n < N; ++n) sums[p][r][n] = M::zero();
+            for (int n = 0; n < N; ++n) sums[p][r][n] = onto ? M::load(place(p, r, n)) : M::zero();
     for (int s = 0; s < f.count; ++s) {
         const char *w = f.segments[s] + column * 4;
         for (int64_t step = 0; step < f.steps; ++step, w += STEP_BYTES, a += M::ROW_BYTES)
@@ -372,8 +382,7 @@ void multiply_tile(const Factors &f, const char *a, int column, float *out, int6
     }
     for (int p = 0; p < P; ++p)
         for (int r = 0; r < R; ++r)
-            for (int n = 0; n < N; ++n)
-                M::store(out + r * out_stride + column + p * M::COLUMNS + n * (M::COLUMNS / N), sums[p][r][n]);
+            for (int n = 0; n < N; ++n) M::store(place(p, r, n), sums[p][r][n]);
 }
 
 // The same of integers: sums of 64 features at a time are exact, then scaled and added up as floats.
@@ -409,12 +418,12 @@ inline void in_tiles(int rows, F f) {
 }
 
 template <class M>
-void multiply_with(const Factors &f, int rows, float *out, int64_t out_stride) {
+void multiply_with(const Factors &f, int rows, float *out, int64_t out_stride, bool onto) {
     in_tiles<M::ROWS>(rows, [&](auto constant, int row) {
         // A single row leaves registers for all columns at once: more sums on their way, and memory read in order.
         constexpr int R = constant.VALUE, P = R == 1 ? BLOCK / M::COLUMNS : 1;
         for (int column = 0; column < BLOCK; column += P * M::COLUMNS)
-            multiply_tile<M, R, P>(f, f.rows + row * f.stride, column, out + row * out_stride, out_stride);
+            multiply_tile<M, R, P>(f, f.rows + row * f.stride, column, out + row * out_stride, out_stride, onto);
     });
 }
 
@@ -441,15 +450,26 @@ inline void prefetch_tiles(const char *w) {
     for (int line = 0; line < 16 * STEP_BYTES; line += 64) _mm_prefetch(w + AHEAD_TILES + line, _MM_HINT_T0);
 }
 
-inline void multiply_amx(const Factors &f, int rows, float *out, int64_t out_stride) {
+inline void multiply_amx(const Factors &f, int rows, float *out, int64_t out_stride, bool onto) {
     const auto stride = static_cast<size_t>(f.stride), out_bytes = static_cast<size_t>(out_stride) * 4;
     for (int row = 0; row < rows; row += 32) {
         const bool both = rows - row > 16;
         const char *upper = f.rows + row * f.stride, *lower = upper + 16 * f.stride;
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        float *to = out + row * out_stride;
+        if (onto) {
+            _tile_loadd(0, to, out_bytes);
+            _tile_loadd(1, to + 16, out_bytes);
+        } else {
+            _tile_zero(0);
+            _tile_zero(1);
+        }
+        if (both && onto) {
+            _tile_loadd(2, to + 16 * out_stride, out_bytes);
+            _tile_loadd(3, to + 16 * out_stride + 16, out_bytes);
+        } else {
+            _tile_zero(2);
+            _tile_zero(3);
+        }
         for (int s = 0; s < f.count; ++s) {
             const char *w = f.segments[s];
             for (int64_t step = 0; step < f.steps; step += 16, w += 16 * STEP_BYTES, upper += 64, lower += 64) {
@@ -465,7 +485,6 @@ inline void multiply_amx(const Factors &f, int rows, float *out, int64_t out_str
                 _tile_dpbf16ps(3, 5, 7);
             }
         }
-        float *to = out + row * out_stride;
         _tile_stored(0, to, out_bytes);
         _tile_stored(1, to + 16, out_bytes);
         if (!both) continue;
@@ -513,13 +532,15 @@ inline void multiply_amx_integers(const Operand &in, int64_t first, int rows, co
 inline void configure_tiles(int64_t) {}
 #endif
 
-// out: [rows rounded up to 32][out_stride]
-inline void multiply(Format format, const Factors &f, int rows, float *out, int64_t out_stride) {
-    if (format == Format::f32) return multiply_with<F32>(f, rows, out, out_stride);
+// out: [rows][out_stride], of more than EXACT_ROWS rows [rows rounded up to 32]; `onto` what it holds, or from zero
+constexpr int EXACT_ROWS = 16;
+
+inline void multiply(Format format, const Factors &f, int rows, float *out, int64_t out_stride, bool onto) {
+    if (format == Format::f32) return multiply_with<F32>(f, rows, out, out_stride, onto);
 #if SAKIYOMI_LEVEL == SAKIYOMI_AMX
-    multiply_amx(f, rows, out, out_stride);
+    multiply_amx(f, rows, out, out_stride, onto);
 #else
-    multiply_with<BF16>(f, rows, out, out_stride);
+    multiply_with<BF16>(f, rows, out, out_stride, onto);
 #endif
 }
 
