@@ -19,7 +19,7 @@
 extern "C" {
 #endif
 
-#define SAKI_VERSION 3 /* raised when this interface changes */
+#define SAKI_VERSION 4 /* raised when this interface changes */
 
 typedef struct saki_linear saki_linear;
 typedef struct saki_decoder saki_decoder;
@@ -45,9 +45,10 @@ SAKI_API int32_t saki_linear_run(const char *path, const saki_linear *, const sa
                                  float eps, const float *x, int64_t rows, float *y, int64_t out_stride,
                                  int32_t threads);
 /* The k largest of each row of y and where they are, largest first, the lowest place first among equals. What is no
- * number counts as largest. */
+ * number counts as largest. log_sums, unless null: of each row the log of the sum of e^y; no number if one y is none.
+ */
 SAKI_API int32_t saki_top(const float *y, int64_t rows, int64_t size, int64_t stride, int32_t k, float *values,
-                          int64_t *places, int32_t threads);
+                          int64_t *places, float *log_sums, int32_t threads);
 
 typedef struct {
     int32_t layers, heads, kv_heads, head_dim;
@@ -63,10 +64,11 @@ typedef struct {
 } saki_layer;
 
 /* embedding: [vocabulary][hidden] in float32 or bfloat16, and must live on; null: the rows of the head. norm and head
- * may be null together: then there are no logits. Linears are shared: they may be freed before the decoder. */
+ * may be null together: then there are no logits. Linears are shared: they may be freed before the decoder.
+ * token_norm, input_norm: [hidden] each, or both null; see saki_batch. */
 SAKI_API int32_t saki_decoder_new(const char *path, const saki_shape *, const saki_layer *layers, const float *norm,
                                   const saki_linear *head, const void *embedding, int32_t embedding_format,
-                                  saki_decoder **made);
+                                  const float *token_norm, const float *input_norm, saki_decoder **made);
 SAKI_API void saki_decoder_free(saki_decoder *);
 
 SAKI_API int32_t saki_sequence_new(const saki_decoder *, saki_sequence **made);
@@ -86,8 +88,12 @@ typedef struct {
 typedef struct {
     const saki_part *parts;
     int64_t part_count;
-    const int64_t *tokens;         /* null: inputs */
-    const float *inputs;           /* [rows][hidden] */
+    /* tokens or inputs, what the first layer adds to: the other one is null. Both, where there are a token_norm and an
+     * input_norm: then the first qkv sees [norm of the token's embedding; norm of the inputs], and the first layer adds
+     * to the inputs, or to their norm. */
+    const int64_t *tokens;
+    const float *inputs; /* [rows][hidden] */
+    int32_t norm_inputs;
     const float *attention_inputs; /* [rows][in_features of the first qkv], or null: the norm of the inputs */
     const float *rope;             /* [positions][2][head_dim / 2] */
     float *logits;

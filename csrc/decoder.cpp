@@ -192,11 +192,11 @@ class Pass {
         const std::vector<Layer> &layers = decoder_.layers;
         rowwise([&](int64_t row) {
             embed(row);
-            if (!plan_.batch.attention_inputs) enter(layers[0], row);
+            if (!given_) enter(layers[0], row);
         });
         for (size_t i = 0; i < layers.size(); ++i) {
             const Layer &layer = layers[i];
-            const bool given = i == 0 && plan_.batch.attention_inputs;
+            const bool given = i == 0 && given_;
             multiply(*layer.qkv, operand(given ? Decoder::INPUT : Decoder::NORMED, *layer.qkv), plan_.rows,
                      Finish::store, scratch_.qkv.floats(), layer.qkv->blocks * BLOCK, {});
             rowwise([&](int64_t row) { rotate(layer, static_cast<int>(i), row); });
@@ -249,12 +249,27 @@ class Pass {
             const auto *from = static_cast<const uint16_t *>(decoder_.embedding) + batch.tokens[row] * shape_.hidden;
             for (int64_t i = 0; i < shape_.hidden; ++i) x[i] = from_bf16(from[i]);
         }
+        const Linear &qkv = *decoder_.layers[0].qkv;
+        const float *seen = nullptr;  // by attention
+        if (batch.both())
+            seen = norm_both(row);
+        else if (batch.attention_inputs)
+            seen = batch.attention_inputs + row * qkv.in_features;
         leave(0, row);
-        if (batch.attention_inputs) {
-            const Linear &qkv = *decoder_.layers[0].qkv;
-            kernels_.norm(batch.attention_inputs + row * qkv.in_features, nullptr, qkv.in_features, 0,
-                          operand(Decoder::INPUT, qkv), row);
-        }
+        if (seen) kernels_.norm(seen, nullptr, qkv.in_features, 0, operand(Decoder::INPUT, qkv), row);
+    }
+
+    // Put a row's inputs, or their norm, in the place of its token's embedding; return the norms of both.
+    const float *norm_both(int64_t row) {
+        const int64_t hidden = shape_.hidden;
+        Operand to{Kind::f32, scratch_.both.data(), 2 * hidden * 4, nullptr, nullptr, 0};
+        float *x = residual(row), *norms = scratch_.both.floats() + row * 2 * hidden;
+        const float *inputs = plan_.batch.inputs + row * hidden;
+        kernels_.norm(x, decoder_.token_norm.data(), hidden, shape_.eps, to, row);
+        to.data += hidden * 4;
+        kernels_.norm(inputs, decoder_.input_norm.data(), hidden, shape_.eps, to, row);
+        std::copy_n(plan_.batch.norm_inputs ? norms + hidden : inputs, hidden, x);
+        return norms;
     }
 
     void enter(const Layer &layer, int64_t row) { norm(layer.attention_norm, row, Decoder::NORMED, *layer.qkv, row); }
@@ -493,6 +508,7 @@ class Pass {
     const Plan &plan_;
     Team &team_;
     const int64_t group_ = shape_.heads / shape_.kv_heads, dim_ = round_up(shape_.head_dim, BLOCK);
+    const bool given_ = plan_.batch.both() || plan_.batch.attention_inputs;  // what the first qkv sees
 };
 
 namespace {
@@ -512,6 +528,9 @@ void Decoder::check() const {
     require(!layers.empty(), "there must be a layer");
     require(!head || (head->in_features == shape.hidden && !head->gated), "the head doesn't take the hidden size");
     const Layer &first = layers[0];
+    require(token_norm.empty() == input_norm.empty(), "there must be a norm of tokens and one of inputs, or neither");
+    require(token_norm.empty() || first.qkv->in_features == 2 * shape.hidden,
+            "the first qkv must take tokens and inputs side by side");
     for (const Layer &layer : layers) {
         require(layer.window > 0, "a window must have a token at least");
         require(!layer.qkv->gated && !layer.output->gated && layer.gate_up->gated && !layer.down->gated,
@@ -531,7 +550,8 @@ void Decoder::check() const {
 void Decoder::forward(const Batch &batch, int threads) const {
     require(batch.tokens || batch.inputs, "there must be tokens or inputs");
     require(!batch.tokens || embedding || head, "tokens need an embedding or a head");
-    require(batch.attention_inputs || layers[0].qkv->in_features == shape.hidden,
+    require(!batch.both() || (!token_norm.empty() && !batch.attention_inputs), "there must be tokens or inputs");
+    require(batch.both() || batch.attention_inputs || layers[0].qkv->in_features == shape.hidden,
             "attention needs inputs of its own width");
     for (const auto &[after, out] : batch.hidden)
         require(after >= 0 && after <= shape.layers, "there is no such layer");
@@ -576,6 +596,7 @@ std::shared_ptr<const Decoder::Scratch> Decoder::fitted(std::shared_ptr<const Sc
     scratch.reset();
     const Layer &layer = layers[0];
     made->residual = Buffer(made->rows * round_up(shape.hidden, BLOCK) * 4);
+    made->both = Buffer(token_norm.empty() ? 0 : made->rows * 2 * shape.hidden * 4);
     made->qkv = Buffer(made->rows * layer.qkv->blocks * BLOCK * 4);
     made->staged = Buffer(made->rows * std::max(layer.output->depth, layer.down->depth) * 4);
     made->queries = Buffer(shape.kv_heads * (made->rows * group + SPARE_ROWS) * dim * 4);

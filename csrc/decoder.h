@@ -38,13 +38,18 @@ struct Part {
 // What one call computes. All rows are float32, the parts' rows one after the other.
 struct Batch {
     std::vector<Part> parts;
-    const int64_t *tokens;          // [rows], or null: then inputs
-    const float *inputs;            // [rows][hidden]: what the first layer adds to
+    // What the first layer adds to: tokens' embeddings or inputs. Of both, inputs (norm_inputs: their norm), and the
+    // first qkv sees the norms of both, the token's first.
+    const int64_t *tokens;  // [rows]
+    const float *inputs;    // [rows][hidden]
+    bool norm_inputs;
     const float *attention_inputs;  // [rows][in_features of qkv], or null: the norm of the inputs
     const float *rope;              // [positions][2][head_dim / 2]
     float *logits;                  // [wanted rows][logits_stride]
     int64_t logits_stride;
     std::vector<std::pair<int, float *>> hidden;  // (layers run, [rows][hidden])
+
+    bool both() const { return tokens && inputs; }
 };
 
 class Pass;
@@ -65,8 +70,9 @@ class Decoder : public std::enable_shared_from_this<Decoder> {
     const DecoderShape shape;
     std::vector<Layer> layers;
     std::vector<float> norm;
-    SharedLinear head;                // null: no logits
-    const void *embedding = nullptr;  // [vocabulary][hidden], or null: the head's rows
+    std::vector<float> token_norm, input_norm;  // where a batch may have both
+    SharedLinear head;                          // null: no logits
+    const void *embedding = nullptr;            // [vocabulary][hidden], or null: the head's rows
     Format embedding_format = Format::f32;
 
   private:
@@ -77,7 +83,7 @@ class Decoder : public std::enable_shared_from_this<Decoder> {
     // Memory between the steps of a forward. Never resized: a thread that comes late may still look at its pointers.
     struct Scratch {
         int64_t rows = 0, own_bytes = 0;  // own_bytes: of each thread
-        Buffer residual, qkv, queries, staged, threads, partials;
+        Buffer residual, both, qkv, queries, staged, threads, partials;
         std::array<std::array<OperandBuffer, 4>, USES> operands;  // by use and kind
     };
 

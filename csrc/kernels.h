@@ -141,6 +141,8 @@ struct Kernels {
     void (*rotate)(const RotateCall &);
     void (*attend)(const AttendCall &);
     void (*merge)(const MergeCall &);
+    // sum of e^(x - largest)
+    float (*sum_exp)(const float *x, int64_t size, float largest);
 };
 
 // Null where the build doesn't have the path.

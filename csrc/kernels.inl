@@ -370,7 +370,17 @@ void merge(const MergeCall &call) {
         });
 }
 
-constexpr Kernels TABLE = {SAKIYOMI_PATH, kind, begin, end, norm, linear, rotate, attend, merge};
+float sum_exp(const float *x, int64_t size, float largest) {
+    V sums[2] = {set1(0), set1(0)};
+    int64_t i = 0;
+    for (; i + 2 * W <= size; i += 2 * W)
+        for (int j = 0; j < 2; ++j) sums[j] = add(sums[j], exp(sub(load(x + i + j * W), set1(largest))));
+    float total = sum(add(sums[0], sums[1]));
+    for (; i < size; ++i) total += expf(x[i] - largest);
+    return total;
+}
+
+constexpr Kernels TABLE = {SAKIYOMI_PATH, kind, begin, end, norm, linear, rotate, attend, merge, sum_exp};
 
 }  // namespace
 }  // namespace sakiyomi

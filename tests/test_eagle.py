@@ -17,6 +17,7 @@ from sakiyomi import core
 from sakiyomi.costs import CostTable, ModelCosts, measure_rows
 from sakiyomi.drafters import trained
 from sakiyomi.drafters.eagle import EagleDrafter, make_model
+from sakiyomi.drafters.layers import likeliest
 from sakiyomi.drafters.trained import TargetParts, load_drafter, save_eagle3
 from sakiyomi.drafters.trained import kind as kind_of
 from sakiyomi.drafters.tree import LEAST_SURVIVAL, grow
@@ -565,11 +566,27 @@ def test_weights_that_are_no_numbers_draft_nothing(params, kernels, target, part
         assert not any(drafted)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_likeliest_of_logits(rows):
+    """With the core and without: the largest, their places, and what makes probabilities of them."""
+    logits = torch.randn(rows, 1003, generator=torch.Generator().manual_seed(rows))
+    for given in (logits, torch.nn.functional.pad(logits, (0, 5))[:, :-5], logits.T.contiguous().T):
+        found = likeliest(given, 3)
+        values, places = logits.topk(3)
+        assert [each[0] for each in found] == values.tolist()
+        assert [each[1] for each in found] == places.tolist()
+        assert [each[2] for each in found] == pytest.approx(logits.logsumexp(1).tolist(), abs=1e-5)
+    for bad in (math.nan, math.inf):
+        logits[0, 1000] = bad
+        assert not math.isfinite(likeliest(logits, 2)[0][2])
+    assert not math.isfinite(likeliest(torch.full((1, 70), -math.inf), 2)[0][2])
+
+
 def test_an_error_in_a_draft_leaves_the_session_usable(target, parts, monkeypatch):
     made = Made("plain", parts)
     drafter = made.drafter()
     layers, calls = drafter.model.layers, []
-    forward = layers.forward
+    forward = layers.forward_tokens
 
     def failing(*arguments):
         calls.append(1)
@@ -578,7 +595,7 @@ def test_an_error_in_a_draft_leaves_the_session_usable(target, parts, monkeypatc
         return forward(*arguments)
 
     expected = begun(drafter, target, PROMPT).propose(4)
-    monkeypatch.setattr(layers, "forward", failing)
+    monkeypatch.setattr(layers, "forward_tokens", failing)
     session = begun(drafter, target, PROMPT)
     for _ in range(2):
         with pytest.raises(MemoryError):

@@ -11,6 +11,7 @@ import pytest
 
 from sakiyomi import acceptance, drafting
 from sakiyomi import policy as policy_module
+from sakiyomi.acceptance import cell
 from sakiyomi.costs import CostTable, ModelCosts
 from sakiyomi.distribution import Distribution
 from sakiyomi.drafting import Source
@@ -484,7 +485,7 @@ def test_what_a_stop_cut_off_is_no_failure(clock):
         cut += len(draft) > 1
         session.observe(Checked(draft, (0,), (0,), 1 + len(draft), 9, 1.0))  # the first token ended the answer
     assert cut > 5
-    assert policy._experiences["simulated"].acceptance.rate(0.93, 2) > 0.8
+    assert policy._experiences["simulated"].acceptance.rate(cell(0.93, 2, False)) > 0.8
 
 
 def test_a_model_may_take_more_tokens_than_it_proposes(clock):
@@ -593,7 +594,7 @@ def test_a_probe_that_samples_is_the_rounds_draft(clock):
     session = policy.session(sources)
     for experience in policy._experiences.values():
         for _ in range(200):
-            experience.acceptance.learn(0.5, 1, False, False)
+            experience.acceptance.learn(cell(0.5, 1, False), False)
     probes = 0
     for _ in range(3000):
         for experience in policy._experiences.values():

@@ -27,12 +27,8 @@ class Acceptance:
         self._bins = [_Bin(each * each, each, _PRIOR) for each in _BELIEVED]
         self._any = _Bin(_UNKNOWN, _UNKNOWN, _PRIOR_OF_ANY)
 
-    def rate(self, confidence: float, position: int, alternative: bool = False) -> float:
-        """Return the probability that a token stands if those before it on its path do."""
-        return self.rate_of(cell(confidence, position, alternative))
-
-    def rate_of(self, cell: tuple[int, int]) -> float:
-        """Return the same for all tokens of a :func:`cell`."""
+    def rate(self, cell: tuple[int, int]) -> float:
+        """Return the probability that a token of a :func:`cell` stands if those before it on its path do."""
         confidence, place = cell
         return self._bins[confidence].rates()[place]
 
@@ -40,11 +36,11 @@ class Acceptance:
         """Return the probability that a token at this position stands, its confidence not known yet."""
         return self._any.rates()[_place(position)]
 
-    def learn(self, confidence: float, position: int, alternative: bool, stood: bool) -> None:
-        """Take note of a test."""
-        bin_, place = cell(confidence, position, alternative)
-        self._bins[bin_].add(place, stood)
-        if not alternative:
+    def learn(self, cell: tuple[int, int], stood: bool) -> None:
+        """Take note of a test of one of its tokens."""
+        confidence, place = cell
+        self._bins[confidence].add(place, stood)
+        if place != _ALTERNATIVE:
             self._any.add(place, stood)
 
 

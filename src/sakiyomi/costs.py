@@ -13,12 +13,15 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+
 from sakiyomi.interfaces import Target, Work
 from sakiyomi.sampling import host
 
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 33)
 _COARSE_ROWS = (1, 2, 4, 8, 16, 33)
 _BETWEEN_S = 0.0005  # of other work, as in a round: threads that wait for the next forward go to sleep meanwhile
+_OTHER_BYTES = 2**24  # more than the caches of a core hold
 _SLOW_S = 0.05  # a forward of one row beyond which the coarse rows do
 _LONGEST_CONTEXT = 512
 _LARGEST = 128  # rows up to which seconds are looked up; beyond, the last slope goes on
@@ -201,7 +204,11 @@ def measure(target: Target, *, seconds: float = 1.0) -> CostTable:
 def measure_rows(
     run: Callable[[int], object], rows: Sequence[int] = (1, 2, 4, 8, 16, 64), *, seconds: float = 0.05
 ) -> CostTable:
-    """Measure what ``run(rows)`` takes, in about so many seconds: each size twice at least, the fastest counts."""
+    """Measure what ``run(rows)`` takes, in about so many seconds: each size twice at least, the fastest counts.
+
+    Before each, other memory is read, as by the target before a draft: what was at hand is further away then.
+    """
+    other = np.zeros(_OTHER_BYTES, np.uint8)
     run(rows[0])  # with it comes what only a first call does
     best = dict.fromkeys(rows, math.inf)
     end = time.perf_counter() + seconds
@@ -209,6 +216,7 @@ def measure_rows(
         if turn >= 2 and time.perf_counter() > end:
             break
         for size in rows:
+            other.max()
             began = time.perf_counter()
             run(size)
             best[size] = min(best[size], time.perf_counter() - began)

@@ -223,16 +223,19 @@ class _Member:
         kept = cell(confidence, position, alternative)
         rate = self.rates.get(kept)
         if rate is None:
-            rate = self.rates[kept] = self.odds.apply(self.experience.acceptance.rate_of(kept))
+            rate = self.rates[kept] = self.odds.apply(self.experience.acceptance.rate(kept))
         return rate
 
     def average(self, position: int) -> float:
         return self.odds.apply(self.experience.acceptance.average(position))
 
-    def learn(self, confidence: float, position: int, alternative: bool, stood: bool) -> None:
+    def learn(self, tests: Sequence[tuple[tuple[int, int], bool]]) -> None:
+        """Take note of which tokens, by the cells of their statistics, stood."""
         acceptance = self.experience.acceptance
-        self.odds.learn(acceptance.rate(confidence, position, alternative), stood)
-        acceptance.learn(confidence, position, alternative, stood)
+        for kept, stood in tests:
+            self.odds.learn(acceptance.rate(kept), stood)
+        for kept, stood in tests:
+            acceptance.learn(kept, stood)
 
     def tested(self, stood: bool, promising: bool) -> None:
         """Take note of a test as a whole."""
@@ -564,7 +567,7 @@ def _ask_costly(member: _Member, budget: int, times: _DraftTimes, prices: _Price
     draft = member.propose(budget, stop)
     member.took(member.source.seconds)
     if not draft:  # time spent on nothing
-        member.learn(_NO_GUESS, 1, False, False)
+        member.learn([(cell(_NO_GUESS, 1, False), False)])
         member.tested(False, False)
     foreseen = times.once + times.first + max(0, stop.count - 1) * times.next
     factor = member.source.seconds / foreseen if foreseen else 1.0
@@ -662,6 +665,7 @@ class _Tree:
 def _learn(member: _Member, draft: Draft, written: Sequence[int]) -> None:
     """Learn from every proposed token that what was written says something about: the tokens before it came true."""
     depths = {-1: 0}
+    tests: list[tuple[tuple[int, int], bool]] = []
     stood = False
     seen: set[int] = set()
     for i, (token, confidence) in enumerate(zip(draft.tokens, draft.confidences, strict=True)):
@@ -669,12 +673,13 @@ def _learn(member: _Member, draft: Draft, written: Sequence[int]) -> None:
         place = depths.get(parent, len(written))
         if place < len(written):
             right = token == written[place]
-            member.learn(confidence, place + 1, parent in seen, right)
+            tests.append((cell(confidence, place + 1, parent in seen), right))
             seen.add(parent)
             if right:
                 depths[i] = place + 1
                 stood = True
     if draft:
+        member.learn(tests)
         member.tested(stood, stood and max(depths.values()) == depth(draft))
 
 

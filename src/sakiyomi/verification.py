@@ -68,19 +68,19 @@ def verify(
 def coupled(draft: Draft, logits: torch.Tensor, chooser: TokenChooser) -> Iterator[tuple[int, int | None]]:
     """Yield the tokens that the target chooses itself, as far as they were drafted, and one more; see :func:`verify`.
 
-    Rows are looked at only as far as the iterator is drawn: processors never see a position that isn't reached.
+    Rows are looked at only as far as the iterator is drawn: most rows of a tree need no choice, and processors never
+    see a position that isn't reached.
     """
     rows = host(logits)
-    greedy = rows.argmax(axis=1) if chooser.greedy else None
     children = _by_token(draft)
     row = 0
     while True:
-        if greedy is None:
-            token = chooser.choose(rows[row])
-        else:
-            token = int(greedy[row])
+        if chooser.greedy:
+            token = int(rows[row].argmax())
             check_chosen(rows[row, token])
             chooser.take(token)
+        else:
+            token = chooser.choose(rows[row])
         index = children.get((row - 1, token))
         yield token, index
         if index is None:

@@ -81,8 +81,9 @@ class Decoder:
 
     ``frequencies``: float32 [head_dim / 2], the rotary angles per position. ``cache``: the format of keys and values.
     ``norm`` and ``head`` make logits; ``embedding``, float32 or bf16 [vocab_size, hidden], makes inputs of tokens:
-    without it, the head's rows do. Raises ValueError for parts that don't fit together, or dimensions that the core has
-    no room for: ``head_dim`` is even and at most 512, there are at most 64 heads for a key head.
+    without it, the head's rows do. ``token_norm``, ``input_norm``: [hidden] each, where a forward may have both tokens
+    and inputs. Raises ValueError for parts that don't fit together, or dimensions that the core has no room for:
+    ``head_dim`` is even and at most 512, there are at most 64 heads for a key head.
     """
 
     def __init__(
@@ -99,6 +100,8 @@ class Decoder:
         norm: torch.Tensor | None = None,
         head: Linear | None = None,
         embedding: torch.Tensor | None = None,
+        token_norm: torch.Tensor | None = None,
+        input_norm: torch.Tensor | None = None,
         kernels: str = "auto",
     ) -> None:
         self.kernels = library.path_of(kernels)
@@ -154,6 +157,8 @@ class Decoder:
             head.handle if head else None,
             library.pointer(embedding, dtype),
             library.FORMATS["bf16" if dtype is torch.bfloat16 else "fp32"],
+            library.pointer(library.vector(token_norm, self.hidden_size)),
+            library.pointer(library.vector(input_norm, self.hidden_size)),
         )
 
     def __del__(self) -> None:
@@ -169,13 +174,17 @@ class Decoder:
         work: abc.Sequence[Work],
         *,
         inputs: torch.Tensor | None = None,
+        with_tokens: bool = False,
+        norm_inputs: bool = False,
         attention_inputs: torch.Tensor | None = None,
         hidden_layers: abc.Sequence[int] = (),
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         """Append the rows of every work to its sequence and compute them together.
 
         ``inputs``: float32 [rows, hidden], in place of the tokens' embeddings. ``attention_inputs``: float32
-        [rows, in_features of the first qkv], in place of the first layer's norm of them.
+        [rows, in_features of the first qkv], in place of the first layer's norm of them. ``with_tokens``: the first qkv
+        sees the norms of the tokens' embeddings and of the inputs side by side, and the layers begin with the inputs,
+        or with their norm (``norm_inputs``).
         Returns the logits that the works ask for, float32 [their rows, vocab_size] or None without a head, and of each
         of ``hidden_layers`` the residual stream after so many layers, float32 [rows, hidden].
         Raises MemoryError; IndexError for tokens that the vocabulary lacks; ValueError for what doesn't fit together.
@@ -201,16 +210,16 @@ class Decoder:
             wanted += part.logit_rows
             longest = max(longest, sequence.length + count)
         batch = Batch(parts=parts, part_count=len(work))
-        if inputs is None:
+        if inputs is None or with_tokens:
             table, head = self._embedding, self._head
             vocabulary = table.shape[0] if table is not None else head.out_features if head else 0
             if not 0 <= min(tokens) <= max(tokens) < vocabulary:
                 raise IndexError(f"token ids must be in 0..{vocabulary - 1}")
             ids = (c_int64 * rows)(*tokens)
             batch.tokens = ctypes.addressof(ids)
-        else:
+        if inputs is not None:
             _check_shape("inputs", inputs, rows, self.hidden_size)
-            batch.inputs = library.pointer(inputs)
+            batch.inputs, batch.norm_inputs = library.pointer(inputs), norm_inputs
         if attention_inputs is not None:
             _check_shape("attention_inputs", attention_inputs, rows, self._inputs)
             batch.attention_inputs = library.pointer(attention_inputs)

@@ -17,7 +17,7 @@ from sakiyomi.errors import OptionError
 
 Format = Literal["fp32", "bf16", "int8"]
 FORMATS: dict[Format, int] = {"fp32": 0, "bf16": 1, "int8": 2}
-_VERSION = 3
+_VERSION = 4
 _BLOCK = 32  # outputs are padded to a multiple of this
 _NAMES = {"darwin": "libsakiyomi_core.dylib", "win32": "sakiyomi_core.dll"}
 
@@ -73,6 +73,7 @@ class Batch(ctypes.Structure):
         ("part_count", c_int64),
         ("tokens", c_void_p),
         ("inputs", c_void_p),
+        ("norm_inputs", c_int32),
         ("attention_inputs", c_void_p),
         ("rope", c_void_p),
         ("logits", c_void_p),
@@ -107,10 +108,21 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         c_int32,
         (c_char_p, c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_void_p, c_int64, c_int32),
     ),
-    "saki_top": (c_int32, (c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_int32)),
+    "saki_top": (c_int32, (c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_void_p, c_int32)),
     "saki_decoder_new": (
         c_int32,
-        (c_char_p, POINTER(Shape), POINTER(Layer), c_void_p, c_void_p, c_void_p, c_int32, POINTER(c_void_p)),
+        (
+            c_char_p,
+            POINTER(Shape),
+            POINTER(Layer),
+            c_void_p,
+            c_void_p,
+            c_void_p,
+            c_int32,
+            c_void_p,
+            c_void_p,
+            POINTER(c_void_p),
+        ),
     ),
     "saki_decoder_free": (None, (c_void_p,)),
     "saki_sequence_new": (c_int32, (c_void_p, POINTER(c_void_p))),

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from sakiyomi import models
 from sakiyomi.distribution import Ids
-from sakiyomi.drafters.layers import CHUNK, Apply, Kernels, Layers, LayerWeights, make_layers
+from sakiyomi.drafters.layers import CHUNK, Apply, Beside, Kernels, Layers, LayerWeights, make_layers
 from sakiyomi.drafters.trained import (
     Embedding,
     StateDrafter,
@@ -44,28 +44,27 @@ from sakiyomi.targets.decoder import DecoderConfig, Reader
 class EagleModel:
     """What an EAGLE drafter computes with. Norms are float32, on ``device``.
 
-    ``attention_norms``: of the embedding and of h, in EAGLE-3; None in EAGLE-1. ``norm_residual``: the residual stream
-    begins with the norm of h. ``state_norms``: of the layers' states before ``fc``, one for each or one for all side by
-    side. ``feedback_norm``: of the output, where it stands in for a state; None for none. ``names``: the head's tokens.
+    ``embed``: tokens' embeddings in EAGLE-1; None in EAGLE-3, where layers take tokens. ``state_norms``: of the layers'
+    states before ``fc``, one for each or one for all side by side. ``feedback_norm``: of the output, where it stands in
+    for a state; None for none. ``names``: the head's tokens.
     """
 
     name: str
     hidden_layers: tuple[int, ...]
     context_length: int
     eps: float
-    embed: Embedding
+    hidden_size: int
+    embed: Embedding | None
     fc: Apply
     layers: Layers
     names: Ids | None
     device: torch.device
-    attention_norms: tuple[torch.Tensor, torch.Tensor] | None = None
-    norm_residual: bool = False
     state_norms: tuple[torch.Tensor, ...] = ()
     feedback_norm: torch.Tensor | None = None
 
     def features(self, states: torch.Tensor) -> torch.Tensor:
         """Return h of the target's states: float32 [rows, layers * hidden_size] -> [rows, hidden_size]."""
-        if self.attention_norms is None:
+        if self.embed is not None:
             return states
         if self.state_norms:
             widths = [norm.shape[0] for norm in self.state_norms]
@@ -82,15 +81,10 @@ class EagleModel:
         logit_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append rows; return the logits of the last ``logit_rows``, and each row's own feature [rows, hidden_size]."""
-        embedded = self.embed(tokens)
-        if self.attention_norms is None:
-            inputs = self.fc(torch.cat([embedded, features], 1)).contiguous()
+        if self.embed is not None:
+            inputs = self.fc(torch.cat([self.embed(tokens), features], 1)).contiguous()
             return self.layers.forward(memory, inputs, None, parents, logit_rows)
-        of_embedding, of_features = self.attention_norms
-        normed = self._rms(features, of_features)
-        attention_inputs = torch.cat([self._rms(embedded, of_embedding), normed], 1)
-        inputs = (normed if self.norm_residual else features).contiguous()
-        logits, after = self.layers.forward(memory, inputs, attention_inputs, parents, logit_rows)
+        logits, after = self.layers.forward_tokens(memory, tokens, features.contiguous(), parents, logit_rows)
         return logits, after if self.feedback_norm is None else self._rms(after, self.feedback_norm)
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -119,7 +113,7 @@ class EagleDrafter(StateDrafter):
     @torch.inference_mode()
     def _run(self, rows: int) -> None:
         memory = self.new_memory()
-        features = torch.zeros(rows, self.model.embed.size, device=self.model.device)
+        features = torch.zeros(rows, self.model.hidden_size, device=self.model.device)
         logits, _ = self.model.forward(memory, [0] * rows, features, None, min(rows, self.width))
         Choosing(self.names, SamplingParams(), False, self.width)(logits, 0, 0)
 
@@ -293,18 +287,23 @@ def _third(
     elif options.get("fc_norm"):
         state_norms = tuple(vector(f"fc_norm.{i}", source) for i in range(len(layers)))
     norm = read.norm("norm.weight", hidden)
+    beside = Beside(
+        embedding=_embedding(folder, read, decoder, parts).detach().to(how.device),
+        token_norm=vector(prefix + "input_layernorm", hidden),
+        input_norm=vector(prefix + "hidden_norm", hidden),
+        norm_residual=bool(options.get("norm_before_residual", "speculators_model_type" in config)),
+    )
     return EagleModel(
         name="eagle3",
         hidden_layers=layers,
         context_length=decoder.context_length,
         eps=decoder.norm_eps,
-        embed=_embedding(folder, read, decoder, parts, how),
+        hidden_size=hidden,
+        embed=None,
         fc=_fc(read, hidden, len(layers) * source, how),
-        layers=make_layers(how, decoder, [weights], norm, head(folder, read, size, names, hidden, parts)),
+        layers=make_layers(how, decoder, [weights], norm, head(folder, read, size, names, hidden, parts), beside),
         names=names,
         device=how.device,
-        attention_norms=(vector(prefix + "input_layernorm", hidden), vector(prefix + "hidden_norm", hidden)),
-        norm_residual=bool(options.get("norm_before_residual", "speculators_model_type" in config)),
         state_norms=state_norms,
         feedback_norm=norm.to(how.device) if options.get("norm_output") else None,
     )
@@ -327,7 +326,8 @@ def _first(
         hidden_layers=(HEAD_INPUT,),
         context_length=decoder.context_length,
         eps=decoder.norm_eps,
-        embed=_embedding(folder, read, decoder, parts, how),
+        hidden_size=hidden,
+        embed=Embedding(_embedding(folder, read, decoder, parts), how.device),
         fc=_fc(read, hidden, 2 * hidden, how),
         layers=make_layers(how, decoder, weights, None, parts.head),
         names=None,
@@ -335,15 +335,15 @@ def _first(
     )
 
 
-def _embedding(folder: Path, read: Reader, decoder: DecoderConfig, parts: TargetParts, how: Kernels) -> Embedding:
+def _embedding(folder: Path, read: Reader, decoder: DecoderConfig, parts: TargetParts) -> torch.Tensor:
     if "embed_tokens.weight" in read:
-        return Embedding(read.table("embed_tokens.weight", decoder.vocab_size, decoder.hidden_size), how.device)
+        return read.table("embed_tokens.weight", decoder.vocab_size, decoder.hidden_size)
     if decoder.hidden_size != parts.hidden_size:
         raise CorruptModelError(
             f"{folder}: the weights lack 'embed_tokens.weight'; the target's, of hidden_size {parts.hidden_size}, "
             f"don't fit one of {decoder.hidden_size}"
         )
-    return Embedding(parts.embedding, how.device)
+    return parts.embedding
 
 
 def _fc(read: Reader, hidden: int, width: int, how: Kernels) -> Apply:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from ctypes import c_float, c_int64
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -15,9 +16,11 @@ import torch.nn.functional as F
 
 from sakiyomi import core
 from sakiyomi.core import library
+from sakiyomi.drafters.model import log_total
 from sakiyomi.errors import OptionError
 from sakiyomi.interfaces import TargetSequence, Work
 from sakiyomi.rope import RopeTable, inverse_frequencies
+from sakiyomi.sampling import host
 from sakiyomi.targets.cache import KeyValues
 from sakiyomi.targets.decoder import DecoderConfig, Reader
 
@@ -132,6 +135,20 @@ class LayerWeights:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Beside:
+    """How EAGLE-3's tokens come in: attention sees [norm of the token's embedding; norm of the inputs].
+
+    ``embedding``: float32 or bf16 [vocab_size, hidden]; ``token_norm``, ``input_norm``: float32 [hidden];
+    ``norm_residual``: whether the residual stream begins with the norm of the inputs.
+    """
+
+    embedding: torch.Tensor
+    token_norm: torch.Tensor
+    input_norm: torch.Tensor
+    norm_residual: bool
+
+
 class Layers(Protocol):
     """Decoder layers, with a norm and a head behind them."""
 
@@ -155,6 +172,16 @@ class Layers(Protocol):
         after the layers, float32 [rows, hidden].
         """
 
+    def forward_tokens(
+        self,
+        sequence: TargetSequence,
+        tokens: Sequence[int],
+        inputs: torch.Tensor,
+        parents: Sequence[int] | None,
+        logit_rows: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append rows that have a token each beside the inputs, where the layers have a :class:`Beside`."""
+
 
 def make_layers(
     kernels: Kernels,
@@ -162,10 +189,11 @@ def make_layers(
     layers: Sequence[LayerWeights],
     norm: torch.Tensor | None,
     head: torch.Tensor,
+    beside: Beside | None = None,
 ) -> Layers:
     """Return layers. ``config`` gives their dimensions, their rope and their windows; ``head``: [rows, hidden]."""
     made = CoreLayers if kernels.path is not None else TorchLayers
-    return made(kernels, config, layers, norm, head)
+    return made(kernels, config, layers, norm, head, beside)
 
 
 class CoreLayers:
@@ -178,6 +206,7 @@ class CoreLayers:
         layers: Sequence[LayerWeights],
         norm: torch.Tensor | None,
         head: torch.Tensor,
+        beside: Beside | None = None,
     ) -> None:
         assert kernels.path is not None
         path, format = kernels.path, kernels.weights
@@ -210,8 +239,12 @@ class CoreLayers:
             cache="fp32" if format == "fp32" else "bf16",
             norm=norm,
             head=one(head, None),
+            embedding=None if beside is None else beside.embedding.contiguous(),
+            token_norm=None if beside is None else beside.token_norm,
+            input_norm=None if beside is None else beside.input_norm,
             kernels=path,
         )
+        self._norm_residual = beside is not None and beside.norm_residual
         self._after = (len(layers),)
 
     def new_sequence(self) -> core.Sequence:
@@ -234,6 +267,25 @@ class CoreLayers:
         assert logits is not None
         return logits, hidden
 
+    def forward_tokens(
+        self,
+        sequence: TargetSequence,
+        tokens: Sequence[int],
+        inputs: torch.Tensor,
+        parents: Sequence[int] | None,
+        logit_rows: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append rows; see :class:`Layers`."""
+        logits, (hidden,) = self._decoder.forward(
+            [Work(sequence, tokens, parents, logit_rows)],
+            inputs=inputs,
+            with_tokens=True,
+            norm_inputs=self._norm_residual,
+            hidden_layers=self._after,
+        )
+        assert logits is not None
+        return logits, hidden
+
 
 class TorchLayers:
     """Layers in torch, on any device: simple rather than fast."""
@@ -245,6 +297,7 @@ class TorchLayers:
         layers: Sequence[LayerWeights],
         norm: torch.Tensor | None,
         head: torch.Tensor,
+        beside: Beside | None = None,
     ) -> None:
         self._kernels, self._config = kernels, config
 
@@ -268,6 +321,7 @@ class TorchLayers:
             for layer in layers
         ]
         self._norm, self._head = vector(norm), kernels.linear(head)
+        self._beside = beside
         frequencies, factor = inverse_frequencies(config.rope, config.head_dim, config.context_length)
         self._rope = RopeTable(frequencies, factor, torch.float32)
 
@@ -316,6 +370,22 @@ class TorchLayers:
         sequence.length = end
         return self._head(self.rms(x[rows - logit_rows :], self._norm)), x
 
+    def forward_tokens(
+        self,
+        sequence: TargetSequence,
+        tokens: Sequence[int],
+        inputs: torch.Tensor,
+        parents: Sequence[int] | None,
+        logit_rows: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append rows; see :class:`Layers`."""
+        assert self._beside is not None
+        given = self._beside
+        embedded = given.embedding.index_select(0, torch.tensor(tokens, device=given.embedding.device)).float()
+        normed = self.rms(inputs, given.input_norm)
+        seen = torch.cat([self.rms(embedded, given.token_norm), normed], 1)
+        return self.forward(sequence, normed if given.norm_residual else inputs, seen, parents, logit_rows)
+
     def rms(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """Return x / rms(x) * weight over the last dimension; x without a weight."""
         return x if weight is None else F.rms_norm(x, weight.shape, weight, self._config.norm_eps)
@@ -338,17 +408,23 @@ def _paths(parents: Sequence[int]) -> tuple[list[int], torch.Tensor]:
     return depths, above
 
 
-def top(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's ``count`` largest and where they are: two [rows, count], the largest first."""
-    on_host = logits.device.type == "cpu" and logits.dtype is torch.float32 and logits.stride(1) == 1
-    if not on_host or not core.available():
-        return logits.topk(count)
+def likeliest(logits: torch.Tensor, count: int) -> list[tuple[list[float], list[int], float]]:
+    """Return of each row of float32 [rows, columns] its ``count`` largest, where they are, and log sum(exp(row)).
+
+    The largest come first. The last number is none where a logit is none.
+    """
     rows, size = logits.shape
-    values, places = torch.empty(rows, count), torch.empty(rows, count, dtype=torch.int64)
+    if logits.device.type != "cpu":
+        values, places = logits.topk(count)
+        return list(zip(values.tolist(), places.tolist(), logits.logsumexp(1).tolist(), strict=True))
+    if not core.available() or logits.dtype is not torch.float32 or logits.stride(1) != 1:
+        values, places = logits.topk(count)
+        return list(zip(values.tolist(), places.tolist(), log_total(host(logits)), strict=True))
+    best, where, sums = (c_float * (rows * count))(), (c_int64 * (rows * count))(), (c_float * rows)()
     stride = logits.stride(0) if rows > 1 else size
-    library.check(
-        library.library().saki_top(
-            logits.data_ptr(), rows, size, stride, count, values.data_ptr(), places.data_ptr(), library.threads()
-        )
-    )
-    return values, places
+    threads = library.threads()
+    library.check(library.library().saki_top(logits.data_ptr(), rows, size, stride, count, best, where, sums, threads))
+    return [
+        (best[first : first + count], where[first : first + count], sums[first // count])
+        for first in range(0, rows * count, count)
+    ]

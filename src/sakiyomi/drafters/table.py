@@ -385,7 +385,7 @@ class TableDrafter:
     samples = False
 
     def __init__(
-        self, table: Table, *, max_nodes: int = 24, min_survival: float = 0.03, vocab_size: int | None = None
+        self, table: Table, *, max_nodes: int = 16, min_survival: float = 0.03, vocab_size: int | None = None
     ) -> None:
         _check("max_nodes", max_nodes, 1, 2**16)
         if not isinstance(min_survival, (int, float)) or not 0 < min_survival <= 1:

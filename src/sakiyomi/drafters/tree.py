@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from sakiyomi.distribution import Ids
-from sakiyomi.drafters.layers import top
-from sakiyomi.drafters.model import ALTERNATIVE, LEAST, likely, log_total
+from sakiyomi.drafters.layers import likeliest
+from sakiyomi.drafters.model import ALTERNATIVE, LEAST, likely
 from sakiyomi.drafting import renumbered
 from sakiyomi.interfaces import Draft, GoOn
 from sakiyomi.sampling import SamplingParams, draft_seed, host
@@ -105,15 +105,13 @@ class Choosing:
 
 def _likeliest(logits: torch.Tensor, count: int) -> list[Choices]:
     """Return the ``count`` likeliest of each row with their probabilities; after the first, those worth a row."""
-    values, places = top(logits, min(count, logits.shape[1]))
-    totals = log_total(host(logits)) if logits.device.type == "cpu" else logits.logsumexp(1).tolist()
     found: list[Choices] = []
-    for row, indices, total in zip(values.tolist(), places.tolist(), totals, strict=True):
+    for row, indices, total in likeliest(logits, min(count, logits.shape[1])):
         if not math.isfinite(total):
             found.append([])
             continue
-        likeliest = [min(1.0, max(math.exp(each - total), LEAST)) for each in row]
-        choices = [(indices[0], likeliest[0])]
-        choices.extend((i, p) for i, p in zip(indices[1:], likeliest[1:], strict=True) if p >= ALTERNATIVE)
+        sure = [min(1.0, max(math.exp(each - total), LEAST)) for each in row]
+        choices = [(indices[0], sure[0])]
+        choices.extend((i, p) for i, p in zip(indices[1:], sure[1:], strict=True) if p >= ALTERNATIVE)
         found.append(choices)
     return found
