@@ -146,10 +146,10 @@ int32_t saki_linear_run(const char *path, const saki_linear *linear, const saki_
     });
 }
 
-int32_t saki_top(const float *y, int64_t rows, int64_t size, int64_t stride, int32_t k, float *values, int64_t *places,
-                 float *log_sums, int32_t threads) {
+int32_t saki_top(const char *path, const float *y, int64_t rows, int64_t size, int64_t stride, int32_t k, float *values,
+                 int64_t *places, float *log_sums, int32_t threads) {
     return guarded([&] {
-        const Kernels &kernels = *paths().front();
+        const Kernels &kernels = path_named(path);
         const auto sooner = [](float a, float b) {
             return a > b || (a != a && b == b);
         };  // what is no number comes first
@@ -178,7 +178,7 @@ int32_t saki_top(const float *y, int64_t rows, int64_t size, int64_t stride, int
 
 int32_t saki_decoder_new(const char *path, const saki_shape *shape, const saki_layer *layers, const float *norm,
                          const saki_linear *head, const void *embedding, int32_t embedding_format,
-                         const float *token_norm, const float *input_norm, saki_decoder **made) {
+                         const float *token_norm, const float *input_norm, int32_t norm_residual, saki_decoder **made) {
     return guarded([&] {
         const DecoderShape given{shape->layers,   shape->heads,          shape->kv_heads,
                                  shape->head_dim, shape->hidden,         static_cast<Format>(shape->cache_format),
@@ -194,6 +194,7 @@ int32_t saki_decoder_new(const char *path, const saki_shape *shape, const saki_l
         decoder->norm = copied(norm, shape->hidden);
         decoder->token_norm = copied(token_norm, shape->hidden);
         decoder->input_norm = copied(input_norm, shape->hidden);
+        decoder->norm_residual = norm_residual != 0;
         if (head) decoder->head = head->linear;
         decoder->embedding = embedding;
         decoder->embedding_format = static_cast<Format>(embedding_format);
@@ -222,15 +223,8 @@ void saki_sequence_keep(saki_sequence *sequence, int64_t length, const int32_t *
 
 int32_t saki_forward(const saki_decoder *decoder, const saki_batch *given, int32_t threads) {
     return guarded([&] {
-        Batch batch{{},
-                    given->tokens,
-                    given->inputs,
-                    given->norm_inputs != 0,
-                    given->attention_inputs,
-                    given->rope,
-                    given->logits,
-                    given->logits_stride,
-                    {}};
+        Batch batch{{},          given->tokens, given->inputs,        given->attention_inputs,
+                    given->rope, given->logits, given->logits_stride, {}};
         for (int64_t i = 0; i < given->part_count; ++i) {
             const saki_part &part = given->parts[i];
             batch.parts.push_back({&part.sequence->sequence, part.length, part.rows, part.parents, part.logit_rows});

@@ -47,8 +47,8 @@ SAKI_API int32_t saki_linear_run(const char *path, const saki_linear *, const sa
 /* The k largest of each row of y and where they are, largest first, the lowest place first among equals. What is no
  * number counts as largest. log_sums, unless null: of each row the log of the sum of e^y; no number if one y is none.
  */
-SAKI_API int32_t saki_top(const float *y, int64_t rows, int64_t size, int64_t stride, int32_t k, float *values,
-                          int64_t *places, float *log_sums, int32_t threads);
+SAKI_API int32_t saki_top(const char *path, const float *y, int64_t rows, int64_t size, int64_t stride, int32_t k,
+                          float *values, int64_t *places, float *log_sums, int32_t threads);
 
 typedef struct {
     int32_t layers, heads, kv_heads, head_dim;
@@ -65,10 +65,12 @@ typedef struct {
 
 /* embedding: [vocabulary][hidden] in float32 or bfloat16, and must live on; null: the rows of the head. norm and head
  * may be null together: then there are no logits. Linears are shared: they may be freed before the decoder.
- * token_norm, input_norm: [hidden] each, or both null; see saki_batch. */
+ * token_norm, input_norm: [hidden] each, or both null; then a batch has both tokens and inputs: the first qkv sees
+ * [norm of the token's embedding; norm of the inputs], and the first layer adds to the inputs, or to their norm. */
 SAKI_API int32_t saki_decoder_new(const char *path, const saki_shape *, const saki_layer *layers, const float *norm,
                                   const saki_linear *head, const void *embedding, int32_t embedding_format,
-                                  const float *token_norm, const float *input_norm, saki_decoder **made);
+                                  const float *token_norm, const float *input_norm, int32_t norm_residual,
+                                  saki_decoder **made);
 SAKI_API void saki_decoder_free(saki_decoder *);
 
 SAKI_API int32_t saki_sequence_new(const saki_decoder *, saki_sequence **made);
@@ -88,12 +90,8 @@ typedef struct {
 typedef struct {
     const saki_part *parts;
     int64_t part_count;
-    /* tokens or inputs, what the first layer adds to: the other one is null. Both, where there are a token_norm and an
-     * input_norm: then the first qkv sees [norm of the token's embedding; norm of the inputs], and the first layer adds
-     * to the inputs, or to their norm. */
-    const int64_t *tokens;
-    const float *inputs; /* [rows][hidden] */
-    int32_t norm_inputs;
+    const int64_t *tokens;         /* null: inputs */
+    const float *inputs;           /* [rows][hidden]; null: tokens */
     const float *attention_inputs; /* [rows][in_features of the first qkv], or null: the norm of the inputs */
     const float *rope;             /* [positions][2][head_dim / 2] */
     float *logits;

@@ -268,7 +268,7 @@ class Pass {
         kernels_.norm(x, decoder_.token_norm.data(), hidden, shape_.eps, to, row);
         to.data += hidden * 4;
         kernels_.norm(inputs, decoder_.input_norm.data(), hidden, shape_.eps, to, row);
-        std::copy_n(plan_.batch.norm_inputs ? norms + hidden : inputs, hidden, x);
+        std::copy_n(decoder_.norm_residual ? norms + hidden : inputs, hidden, x);
         return norms;
     }
 
@@ -436,7 +436,7 @@ class Pass {
         const Path &path = *stretch.path;
         const Sequence &sequence = *path.sequence;
         int64_t key = std::max(block * BLOCK, path.length);
-        if (before) {
+        if (before && path.length + path.alike > block * BLOCK) {
             std::memcpy(to, before, static_cast<size_t>(sequence.shape.block_bytes()));
             key = std::max(key, path.length + path.alike);
         } else if (block * BLOCK < path.length) {
@@ -529,6 +529,8 @@ void Decoder::check() const {
     require(!head || (head->in_features == shape.hidden && !head->gated), "the head doesn't take the hidden size");
     const Layer &first = layers[0];
     require(token_norm.empty() == input_norm.empty(), "there must be a norm of tokens and one of inputs, or neither");
+    require(embedding_format == Format::f32 || embedding_format == Format::bf16,
+            "an embedding must be float32 or bfloat16");
     require(token_norm.empty() || first.qkv->in_features == 2 * shape.hidden,
             "the first qkv must take tokens and inputs side by side");
     for (const Layer &layer : layers) {
@@ -550,7 +552,9 @@ void Decoder::check() const {
 void Decoder::forward(const Batch &batch, int threads) const {
     require(batch.tokens || batch.inputs, "there must be tokens or inputs");
     require(!batch.tokens || embedding || head, "tokens need an embedding or a head");
-    require(!batch.both() || (!token_norm.empty() && !batch.attention_inputs), "there must be tokens or inputs");
+    require(batch.both() != token_norm.empty(),
+            "there must be tokens and inputs where there are norms for both, and else one of them");
+    require(!batch.both() || !batch.attention_inputs, "attention has its inputs from tokens and inputs");
     require(batch.both() || batch.attention_inputs || layers[0].qkv->in_features == shape.hidden,
             "attention needs inputs of its own width");
     for (const auto &[after, out] : batch.hidden)
@@ -578,7 +582,9 @@ void Decoder::forward(const Batch &batch, int threads) const {
 std::shared_ptr<const Decoder::Scratch> Decoder::fitted(std::shared_ptr<const Scratch> scratch,
                                                         const Plan &plan) const {
     const int64_t group = shape.heads / shape.kv_heads, dim = cache_shape().padded_dim();
-    const int64_t own_bytes = int64_t{QUERY_TILE} * PAGE * 8 + plan.most_gathered * cache_shape().block_bytes() +
+    // Trees differ from round to round: room for some more than this one's.
+    const int64_t own_bytes = int64_t{QUERY_TILE} * PAGE * 8 +
+                              round_up(plan.most_gathered, PAGE / BLOCK) * cache_shape().block_bytes() +
                               round_up(plan.most_pages * 4, CACHE_LINE);
     // Attention that is cut by pages has fewer tiles and heads than two per thread.
     const int64_t items =

@@ -38,11 +38,9 @@ struct Part {
 // What one call computes. All rows are float32, the parts' rows one after the other.
 struct Batch {
     std::vector<Part> parts;
-    // What the first layer adds to: tokens' embeddings or inputs. Of both, inputs (norm_inputs: their norm), and the
-    // first qkv sees the norms of both, the token's first.
-    const int64_t *tokens;  // [rows]
-    const float *inputs;    // [rows][hidden]
-    bool norm_inputs;
+    // What the first layer adds to: tokens' embeddings, or inputs. Both where the decoder has norms for both.
+    const int64_t *tokens;          // [rows]
+    const float *inputs;            // [rows][hidden]
     const float *attention_inputs;  // [rows][in_features of qkv], or null: the norm of the inputs
     const float *rope;              // [positions][2][head_dim / 2]
     float *logits;                  // [wanted rows][logits_stride]
@@ -70,9 +68,12 @@ class Decoder : public std::enable_shared_from_this<Decoder> {
     const DecoderShape shape;
     std::vector<Layer> layers;
     std::vector<float> norm;
-    std::vector<float> token_norm, input_norm;  // where a batch may have both
-    SharedLinear head;                          // null: no logits
-    const void *embedding = nullptr;            // [vocabulary][hidden], or null: the head's rows
+    // Where a batch has tokens and inputs: the first qkv sees the norms of both, the token's first, and the first layer
+    // adds to the inputs, or to their norm.
+    std::vector<float> token_norm, input_norm;
+    bool norm_residual = false;
+    SharedLinear head;                // null: no logits
+    const void *embedding = nullptr;  // [vocabulary][hidden], or null: the head's rows
     Format embedding_format = Format::f32;
 
   private:

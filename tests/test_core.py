@@ -288,25 +288,52 @@ def test_tree_rows_are_the_chains_they_stand_for(path, variant, prefix, use_thre
         assert torch.equal(extend(target, again, rest), extend(target, sequence, rest))
 
 
-def test_random_trees(use_threads):
-    """Many shapes of trees: wide, deep, of one row, across borders of blocks and pages."""
-    target = small_target(PATHS[0])
+TREE_VARIANTS = {
+    "groups of three": {},
+    "no groups": {"num_attention_heads": 2},
+    "one row to a tile": {"num_attention_heads": 66, "head_dim": 4},
+    "window": {"model_type": "mistral", "sliding_window": 45},
+    "window shorter than trees": {"model_type": "mistral", "sliding_window": 5},
+    "fp32": {"dtype": torch.float32},
+}
+
+
+@each_path
+@pytest.mark.parametrize("variant", TREE_VARIANTS)
+def test_random_trees(path, variant, use_threads):
+    """Many shapes of trees, several in a forward: wide, deep, of one row, across borders of blocks, pages and tiles.
+
+    Every path from a root to a leaf is the chain that it stands for, a token that is no number on another or not.
+    """
+    target = small_target(path, bad_token=74, **TREE_VARIANTS[variant])
     generator = np.random.default_rng(0)
-    for round_ in range(12):
-        prefix, rows = int(generator.integers(0, 300)), int(generator.integers(1, 40))
-        parents = [int(generator.integers(-1, i)) for i in range(rows)]
-        context, tokens = ids(prefix, round_), ids(rows, 100 + round_)
+    prefixes = iter([0, 250, 31, 32, 64, 256, 255, 224, *generator.integers(0, 300, 100).tolist()])
+    for round_ in range(6):
+        works, contexts = [], []
+        for _ in range(int(generator.integers(1, 4))):
+            prefix, rows, likely = next(prefixes), int(generator.integers(1, 60)), generator.choice([0.0, 0.7, 0.95])
+            parents = [i - 1 if generator.random() < likely else int(generator.integers(-1, i)) for i in range(rows)]
+            context, tokens = ids(prefix, 2 * round_), ids(rows, 2 * round_ + 1)
+            if rows > 20:
+                tokens[rows // 2] = 74
+            sequence = target.new_sequence()
+            if prefix:
+                extend(target, sequence, context)
+            works.append(Work(sequence, tokens, parents, rows))
+            contexts.append(context)
         use_threads(1 + round_ % 4)
-        tree, chain = target.new_sequence(), target.new_sequence()
-        if prefix:
-            extend(target, tree, context)
-            extend(target, chain, context)
-        found = extend(target, tree, tokens, parents)
-        row, path = rows - 1, []
-        while row >= 0:
-            path.insert(0, row)
-            row = parents[row]
-        assert torch.equal(found[path], extend(target, chain, [tokens[i] for i in path]))
+        for work, context, output in zip(works, contexts, target.forward(works), strict=True):
+            for leaf in set(range(len(work.tokens))).difference(work.parents):
+                row, found = leaf, []
+                while row >= 0:
+                    found.insert(0, row)
+                    row = work.parents[row]
+                chain, tokens = target.new_sequence(), [work.tokens[i] for i in found]
+                if context:
+                    extend(target, chain, context)
+                expected = extend(target, chain, tokens)
+                assert torch.equal(output.logits[found].nan_to_num(77), expected.nan_to_num(77))
+                assert 74 in tokens or expected.isfinite().all()
 
 
 @each_path
@@ -442,6 +469,54 @@ def test_one_layer_on_inputs_of_its_own(path):
             [Work(again, [0])], inputs=residual[i : i + 1], attention_inputs=inputs[i : i + 1], hidden_layers=(1,)
         )
         assert torch.equal(row, found[i : i + 1])
+
+
+@each_path
+@pytest.mark.parametrize("embedding", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm_residual", [False, True])
+def test_one_layer_on_tokens_and_inputs(path, embedding, norm_residual):
+    """As EAGLE-3 is: the same as if attention's inputs had been worked out beforehand; a row alone as among others."""
+    hidden, heads, dim, rows = 40, 4, 16, 21  # more rows than scratch is made for at first
+    shapes = {"qkv": (3 * heads * dim, 2 * hidden), "output": (hidden, heads * dim), "down": (hidden, 64)}
+    qkv, output, down = (core.Linear([random(*shape) / 8], kernels=path) for shape in shapes.values())
+    gate_up = core.Linear(list(random(2, 64, hidden) / 8), gated=True, kernels=path)
+    table, token_norm, input_norm = random(50, hidden).to(embedding), random(hidden, seed=1), random(hidden, seed=2)
+    parts = {"heads": heads, "kv_heads": heads, "head_dim": dim, "eps": 1e-5, "frequencies": torch.zeros(dim // 2)}
+    layers = [core.DecoderLayer(None, qkv, output, random(hidden, seed=3), gate_up, down)]
+    both = core.Decoder(
+        layers,
+        embedding=table,
+        token_norm=token_norm,
+        input_norm=input_norm,
+        norm_residual=norm_residual,
+        kernels=path,
+        **parts,
+    )
+    tokens, inputs = [i % 50 for i in range(7, 7 + 3 * rows, 3)], random(rows, hidden, seed=4)
+    _, (found,) = both.forward([Work(both.new_sequence(), tokens)], inputs=inputs, hidden_layers=(1,))
+    _, (begun,) = both.forward([Work(both.new_sequence(), tokens)], inputs=inputs, hidden_layers=(0,))
+    normed = torch.nn.functional.rms_norm(inputs, (hidden,), input_norm, 1e-5)
+    seen = torch.cat([torch.nn.functional.rms_norm(table[tokens].float(), (hidden,), token_norm, 1e-5), normed], 1)
+    residual = normed if norm_residual else inputs
+    torch.testing.assert_close(begun, residual, rtol=1e-5, atol=1e-5)
+    plain = core.Decoder(layers, kernels=path, **parts)
+    _, (expected,) = plain.forward(
+        [Work(plain.new_sequence(), tokens)], inputs=residual, attention_inputs=seen, hidden_layers=(1,)
+    )
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    alone = both.new_sequence()
+    for i in range(rows):
+        _, (row,) = both.forward([Work(alone, tokens[i : i + 1])], inputs=inputs[i : i + 1], hidden_layers=(1,))
+        assert torch.equal(row, found[i : i + 1])
+    with pytest.raises(IndexError):
+        both.forward([Work(both.new_sequence(), [50])], inputs=inputs[:1])
+    for wrong in ({}, {"inputs": inputs[:1], "attention_inputs": seen[:1]}):
+        with pytest.raises(ValueError, match="tokens and inputs"):
+            both.forward([Work(both.new_sequence(), [1])], **wrong)
+    with pytest.raises(ValueError, match="or neither"):
+        core.Decoder(layers, embedding=table, token_norm=token_norm, kernels=path, **parts)
+    with pytest.raises(ValueError, match=r"must be torch\.float32"):
+        core.Decoder(layers, embedding=table.half(), kernels=path, **parts)
 
 
 def test_inputs_of_attention_may_come_later(use_threads):

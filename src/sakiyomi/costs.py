@@ -208,7 +208,7 @@ def measure_rows(
 
     Before each, other memory is read, as by the target before a draft: what was at hand is further away then.
     """
-    other = np.zeros(_OTHER_BYTES, np.uint8)
+    other = np.ones(_OTHER_BYTES, np.uint8)  # zeros would all be one page
     run(rows[0])  # with it comes what only a first call does
     best = dict.fromkeys(rows, math.inf)
     end = time.perf_counter() + seconds

@@ -81,9 +81,11 @@ class Decoder:
 
     ``frequencies``: float32 [head_dim / 2], the rotary angles per position. ``cache``: the format of keys and values.
     ``norm`` and ``head`` make logits; ``embedding``, float32 or bf16 [vocab_size, hidden], makes inputs of tokens:
-    without it, the head's rows do. ``token_norm``, ``input_norm``: [hidden] each, where a forward may have both tokens
-    and inputs. Raises ValueError for parts that don't fit together, or dimensions that the core has no room for:
-    ``head_dim`` is even and at most 512, there are at most 64 heads for a key head.
+    without it, the head's rows do. ``token_norm``, ``input_norm``: [hidden] each, where a forward has both tokens and
+    inputs: the first qkv sees the norms of the tokens' embeddings and of the inputs side by side, and the layers begin
+    with the inputs, or with their norm (``norm_residual``). Raises ValueError for parts that don't fit together, or
+    dimensions that the core has no room for: ``head_dim`` is even and at most 512, there are at most 64 heads for a key
+    head.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Decoder:
         embedding: torch.Tensor | None = None,
         token_norm: torch.Tensor | None = None,
         input_norm: torch.Tensor | None = None,
+        norm_residual: bool = False,
         kernels: str = "auto",
     ) -> None:
         self.kernels = library.path_of(kernels)
@@ -147,7 +150,7 @@ class Decoder:
         )
         if embedding is not None and embedding.shape[1] != self.hidden_size:
             raise ValueError(f"embedding of shape {list(embedding.shape)}: must be [vocab_size, {self.hidden_size}]")
-        dtype = torch.float32 if embedding is None else embedding.dtype
+        dtype = torch.bfloat16 if embedding is not None and embedding.dtype is torch.bfloat16 else torch.float32
         self._handle = library.make(
             "saki_decoder_new",
             self.kernels.encode(),
@@ -159,7 +162,9 @@ class Decoder:
             library.FORMATS["bf16" if dtype is torch.bfloat16 else "fp32"],
             library.pointer(library.vector(token_norm, self.hidden_size)),
             library.pointer(library.vector(input_norm, self.hidden_size)),
+            norm_residual,
         )
+        self._takes_both = token_norm is not None
 
     def __del__(self) -> None:
         if hasattr(self, "_handle"):
@@ -174,17 +179,13 @@ class Decoder:
         work: abc.Sequence[Work],
         *,
         inputs: torch.Tensor | None = None,
-        with_tokens: bool = False,
-        norm_inputs: bool = False,
         attention_inputs: torch.Tensor | None = None,
         hidden_layers: abc.Sequence[int] = (),
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         """Append the rows of every work to its sequence and compute them together.
 
         ``inputs``: float32 [rows, hidden], in place of the tokens' embeddings. ``attention_inputs``: float32
-        [rows, in_features of the first qkv], in place of the first layer's norm of them. ``with_tokens``: the first qkv
-        sees the norms of the tokens' embeddings and of the inputs side by side, and the layers begin with the inputs,
-        or with their norm (``norm_inputs``).
+        [rows, in_features of the first qkv], in place of the first layer's norm of them.
         Returns the logits that the works ask for, float32 [their rows, vocab_size] or None without a head, and of each
         of ``hidden_layers`` the residual stream after so many layers, float32 [rows, hidden].
         Raises MemoryError; IndexError for tokens that the vocabulary lacks; ValueError for what doesn't fit together.
@@ -210,7 +211,7 @@ class Decoder:
             wanted += part.logit_rows
             longest = max(longest, sequence.length + count)
         batch = Batch(parts=parts, part_count=len(work))
-        if inputs is None or with_tokens:
+        if inputs is None or self._takes_both:
             table, head = self._embedding, self._head
             vocabulary = table.shape[0] if table is not None else head.out_features if head else 0
             if not 0 <= min(tokens) <= max(tokens) < vocabulary:
@@ -219,7 +220,7 @@ class Decoder:
             batch.tokens = ctypes.addressof(ids)
         if inputs is not None:
             _check_shape("inputs", inputs, rows, self.hidden_size)
-            batch.inputs, batch.norm_inputs = library.pointer(inputs), norm_inputs
+            batch.inputs = library.pointer(inputs)
         if attention_inputs is not None:
             _check_shape("attention_inputs", attention_inputs, rows, self._inputs)
             batch.attention_inputs = library.pointer(attention_inputs)

@@ -73,7 +73,6 @@ class Batch(ctypes.Structure):
         ("part_count", c_int64),
         ("tokens", c_void_p),
         ("inputs", c_void_p),
-        ("norm_inputs", c_int32),
         ("attention_inputs", c_void_p),
         ("rope", c_void_p),
         ("logits", c_void_p),
@@ -108,7 +107,10 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         c_int32,
         (c_char_p, c_void_p, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_void_p, c_int64, c_int32),
     ),
-    "saki_top": (c_int32, (c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_void_p, c_int32)),
+    "saki_top": (
+        c_int32,
+        (c_char_p, c_void_p, c_int64, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_void_p, c_int32),
+    ),
     "saki_decoder_new": (
         c_int32,
         (
@@ -121,6 +123,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
             c_int32,
             c_void_p,
             c_void_p,
+            c_int32,
             POINTER(c_void_p),
         ),
     ),

@@ -77,7 +77,16 @@ class Linear:
         rows, size, stride = x.shape[0], self.out_features, y.stride(0)
         values, places = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int64)
         code = self._library.saki_top(
-            y.data_ptr(), rows, size, stride, k, values.data_ptr(), places.data_ptr(), None, library.threads()
+            self._path,
+            y.data_ptr(),
+            rows,
+            size,
+            stride,
+            k,
+            values.data_ptr(),
+            places.data_ptr(),
+            None,
+            library.threads(),
         )
         library.check(code)
         return values, places

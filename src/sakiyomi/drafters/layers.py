@@ -139,7 +139,7 @@ class LayerWeights:
 class Beside:
     """How EAGLE-3's tokens come in: attention sees [norm of the token's embedding; norm of the inputs].
 
-    ``embedding``: float32 or bf16 [vocab_size, hidden]; ``token_norm``, ``input_norm``: float32 [hidden];
+    ``embedding``: [vocab_size, hidden], of any dtype; ``token_norm``, ``input_norm``: float32 [hidden];
     ``norm_residual``: whether the residual stream begins with the norm of the inputs.
     """
 
@@ -147,6 +147,11 @@ class Beside:
     token_norm: torch.Tensor
     input_norm: torch.Tensor
     norm_residual: bool
+
+    def rows(self) -> torch.Tensor:
+        """Return the embeddings as the core takes them: bf16, or else float32, row after row."""
+        table = self.embedding if self.embedding.dtype is torch.bfloat16 else self.embedding.float()
+        return table.contiguous()
 
 
 class Layers(Protocol):
@@ -239,12 +244,12 @@ class CoreLayers:
             cache="fp32" if format == "fp32" else "bf16",
             norm=norm,
             head=one(head, None),
-            embedding=None if beside is None else beside.embedding.contiguous(),
+            embedding=None if beside is None else beside.rows(),
             token_norm=None if beside is None else beside.token_norm,
             input_norm=None if beside is None else beside.input_norm,
+            norm_residual=beside is not None and beside.norm_residual,
             kernels=path,
         )
-        self._norm_residual = beside is not None and beside.norm_residual
         self._after = (len(layers),)
 
     def new_sequence(self) -> core.Sequence:
@@ -279,8 +284,6 @@ class CoreLayers:
         logits, (hidden,) = self._decoder.forward(
             [Work(sequence, tokens, parents, logit_rows)],
             inputs=inputs,
-            with_tokens=True,
-            norm_inputs=self._norm_residual,
             hidden_layers=self._after,
         )
         assert logits is not None
@@ -414,17 +417,19 @@ def likeliest(logits: torch.Tensor, count: int) -> list[tuple[list[float], list[
     The largest come first. The last number is none where a logit is none.
     """
     rows, size = logits.shape
-    if logits.device.type != "cpu":
+    on_host = logits.device.type == "cpu"
+    path = core.resolve("auto") if on_host and logits.dtype is torch.float32 and logits.stride(1) == 1 else None
+    if path is None:
         values, places = logits.topk(count)
-        return list(zip(values.tolist(), places.tolist(), logits.logsumexp(1).tolist(), strict=True))
-    if not core.available() or logits.dtype is not torch.float32 or logits.stride(1) != 1:
-        values, places = logits.topk(count)
-        return list(zip(values.tolist(), places.tolist(), log_total(host(logits)), strict=True))
-    best, where, sums = (c_float * (rows * count))(), (c_int64 * (rows * count))(), (c_float * rows)()
+        sums = log_total(host(logits)) if on_host else logits.logsumexp(1).tolist()
+        return list(zip(values.tolist(), places.tolist(), sums, strict=True))
+    best, where, totals = (c_float * (rows * count))(), (c_int64 * (rows * count))(), (c_float * rows)()
     stride = logits.stride(0) if rows > 1 else size
-    threads = library.threads()
-    library.check(library.library().saki_top(logits.data_ptr(), rows, size, stride, count, best, where, sums, threads))
+    code = library.library().saki_top(
+        path.encode(), logits.data_ptr(), rows, size, stride, count, best, where, totals, library.threads()
+    )
+    library.check(code)
     return [
-        (best[first : first + count], where[first : first + count], sums[first // count])
+        (best[first : first + count], where[first : first + count], totals[first // count])
         for first in range(0, rows * count, count)
     ]
