@@ -596,26 +596,27 @@ class _Tree:
         """Add a proposal."""
         self._members.append(member)
         self._stake_s = max(self._stake_s, member.stake_s)
-        places: list[int] = []
-        positions: list[int] = []
+        tokens, survivals, known = self._tokens, self._survivals, self._places
+        places, positions = [-1], [0]  # of the draft's tokens; before them the end of the text, as of the parent -1
         seen: set[int] = set()
         for i, (token, confidence) in enumerate(zip(draft.tokens, draft.confidences, strict=True)):
-            parent = i - 1 if draft.parents is None else draft.parents[i]
-            positions.append(1 if parent < 0 else positions[parent] + 1)
-            before = -1 if parent < 0 else places[parent]
-            rate = member.rate(confidence, positions[-1], parent in seen)
+            parent = i if draft.parents is None else draft.parents[i] + 1
+            position, before = positions[parent] + 1, places[parent]
+            rate = member.rate(confidence, position, parent in seen)
             seen.add(parent)
-            survival = rate if before < 0 else rate * self._survivals[before]
-            place = self._places.setdefault((before, token), len(self._tokens))
-            places.append(place)
-            if place == len(self._tokens):
-                self._tokens.append(token)
+            survival = rate if before < 0 else rate * survivals[before]
+            place = known.get((before, token))
+            if place is None:
+                place = known[before, token] = len(tokens)
+                tokens.append(token)
                 self._parents.append(before)
-                self._survivals.append(survival)
+                survivals.append(survival)
                 self._owners.append((member,))
             else:
-                self._survivals[place] = max(self._survivals[place], survival)
+                survivals[place] = max(survivals[place], survival)
                 self._owners[place] += (member,)
+            places.append(place)
+            positions.append(position)
 
     def plan(self, prices: _Prices) -> _Plan:
         """Return the most valuable part; none where it isn't worth its time."""
@@ -696,4 +697,4 @@ def _survivals(draft: Draft, rates: Sequence[float]) -> list[float]:
 
 def _likeliest(survivals: Sequence[float]) -> list[int]:
     """Return indices, likeliest first; among equals parents come before children."""
-    return sorted(range(len(survivals)), key=lambda i: -survivals[i])
+    return sorted(range(len(survivals)), key=survivals.__getitem__, reverse=True)
