@@ -38,7 +38,6 @@ class Source:
         self.at_once: int = getattr(drafter, "at_once", 1)
         self.seconds = 0.0
         self.error: str | None = None
-        self._given: list[_Given] = []  # states that the session hasn't been given yet
         self._vocab_size = vocab_size
         self._session: DraftSession | None = None
         self._drawn: Draft | None = None
@@ -83,7 +82,6 @@ class Source:
 
         began = time.perf_counter()
         try:
-            self._hand_over()
             draft = _checked(self._session.propose(budget, ask), budget, self._vocab_size, self.name, self.sampled)
             if self.sampled and asked > len(draft):
                 raise DrafterError(f"it asked whether to go on after {asked} tokens, and kept {len(draft)} of them")
@@ -100,25 +98,14 @@ class Source:
         drawn, self._drawn = self._drawn, None
         return drawn
 
-    def read(self, hidden: Mapping[int, torch.Tensor], rows: Sequence[int] | None = None) -> None:
-        """Give the drafter the target's states of the tokens computed since, by layer, if it reads any.
-
-        ``rows``: which of the states they are, ascending; None for all. The session gets them with those of later
-        rounds, when it is asked for a draft: in most rounds that costs more than it is worth.
-        """
+    def read(self, hidden: Mapping[int, torch.Tensor]) -> None:
+        """Give the drafter the target's states of the tokens computed since, by layer, if it reads any."""
         if self._session is None or not self.hidden_layers:
             return
-        self._given.append(([hidden[layer] for layer in self.hidden_layers], rows))
-        if len(self._given) >= _ROUNDS_GIVEN:  # they keep all rows of their forwards in memory
-            try:
-                self._hand_over()
-            except Exception as error:
-                self._fail(error)
-
-    def _hand_over(self) -> None:
-        if self._given:
-            given, self._given = self._given, []
-            cast("FeatureSession", self._session).read(_joined(given))
+        try:
+            cast("FeatureSession", self._session).read([hidden[layer] for layer in self.hidden_layers])
+        except Exception as error:
+            self._fail(error)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Tell the drafter what the sequence gained."""
@@ -131,31 +118,7 @@ class Source:
 
     def _fail(self, error: Exception) -> None:
         self._session = None
-        self._given = []
         self.error = f"{type(error).__name__}: {error}"
-
-
-_Given = tuple[list["torch.Tensor"], Sequence[int] | None]  # of each layer [rows, hidden_size]; which rows, None: all
-_ROUNDS_GIVEN = 16
-
-
-def _joined(given: Sequence[_Given]) -> list[torch.Tensor]:
-    """Return the rows of several rounds, for each layer one after the other."""
-    import torch
-
-    wanted: list[int] = []
-    start = 0
-    for hidden, rows in given:
-        count = hidden[0].shape[0]
-        wanted.extend(range(start, start + count) if rows is None else (start + row for row in rows))
-        start += count
-    layers = [
-        torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*(each for each, _ in given), strict=True)
-    ]
-    if len(wanted) == start:
-        return layers
-    index = torch.tensor(wanted, dtype=torch.int64)
-    return [layer[index.to(layer.device)] for layer in layers]
 
 
 def _checked(draft: Draft, budget: int, vocab_size: int, name: str, sampled: bool) -> Draft:
