@@ -792,20 +792,39 @@ def test_tables_are_loaded(parts, tmp_path):
     assert isinstance(load_drafter(tmp_path, parts), TableDrafter)
 
 
-def test_states_that_nobody_asks_for_are_not_kept(target, parts, monkeypatch):
-    """A session whose drafts aren't wanted holds no more than so many, the prompt's own aside; then it gives up."""
+@pytest.mark.parametrize("pieces", [[60], [10, 50], [5] * 12, [58, 1, 1], [21, 39], [20, 5, 5, 5, 25]])
+def test_what_is_far_back_is_not_read(pieces, target, parts, monkeypatch):
+    """A long prompt, or many rounds without a draft: the session begins anew with the last states, as a fresh one."""
+    monkeypatch.setattr(trained, "_READ", 8)
     monkeypatch.setattr(trained, "_WAITING", 20)
     drafter = Made("plain", parts).drafter()
-    ids = [i % VOCAB for i in range(80)]
+    ids = [(i * i) % VOCAB for i in range(100)]
     states = states_of(target, ids, drafter.hidden_layers)
-    session, other = drafter.session(ids[:40], GREEDY), drafter.session(ids[:40], GREEDY)
-    for known in range(40, 80, 5):
-        for each in (session, other):
-            each.read([state[each._held + each._states.count : known - 1] for state in states])
-            each.observe(ids[len(each._ids) : known])
-        assert other.propose(2)
-        assert (session._states.count > 0) == (known <= 60)
-    assert (session.unread, len(session.propose(3))) == (0, 0)
+    session, known = drafter.session(ids[:1], GREEDY), 1
+    for piece in pieces:
+        session.read([state[known - 1 : known - 1 + piece] for state in states])
+        session.observe(ids[known : known + piece])
+        known += piece
+        assert session.unread <= 20
+    left = session.unread
+    assert 0 < left <= 20
+    fresh = drafter.session(ids[known - 1 - left : known], GREEDY)
+    fresh.read([state[known - 1 - left : known - 1] for state in states])
+    for _ in range(3):
+        assert session.propose(4) == fresh.propose(4)  # and then they go on alike
+        for each in (session, fresh):
+            each.read([state[known - 1 : known + 2] for state in states])
+            each.observe(ids[known : known + 3])
+        known += 3
+        assert session.unread == fresh.unread == 3
+    for unread in (10, 17, 8):  # what was in memory is forgotten too where many rounds go by
+        session.read([state[known - 1 : known + 6] for state in states])
+        session.observe(ids[known : known + 7])
+        known += 7
+        assert session.unread == unread
+    last = drafter.session(ids[known - 9 : known], GREEDY)
+    last.read([state[known - 9 : known - 1] for state in states])
+    assert session.propose(4) == last.propose(4)
 
 
 def test_options_are_checked(parts):

@@ -28,7 +28,8 @@ from sakiyomi.targets.decoder import DecoderConfig, Reader
 
 DraftWeights = Literal["auto", "int8", "bf16", "fp32"]
 _ROOM = 64  # tokens, at first, whose states have room
-_WAITING = 8192  # tokens of output whose states wait for a drafter that is never asked for a draft
+_READ = 256  # tokens that a drafter with layers of its own reads at once: what is further back changes few drafts
+_WAITING = _READ + 64  # beyond, it begins anew with the last ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,38 +460,44 @@ class StateDrafter(TreeDrafter):
 
 
 class StateSession(TreeSession):
-    """Such a drafter beside one sequence: keys and values of all rows made of the target's own states."""
+    """Such a drafter beside one sequence: keys and values of rows made of the target's own states.
+
+    Of what is given before a draft is wanted, a long prompt or many rounds, it reads the last tokens only.
+    """
 
     def __init__(self, drafter: StateDrafter, prompt: Sequence[int], params: SamplingParams, sampled: bool) -> None:
         super().__init__(drafter, prompt, params, sampled)
         self._drafter = drafter
         self._states = States()
         self._memory: TargetSequence | None = drafter.new_memory()  # None: it drafts nothing any more
-        self._held = 0  # rows in memory that are there for good
-        self._most_waiting = len(prompt) + _WAITING
+        self._held = 0  # tokens that are read for good
+        self._skipped = 0  # of these, the first ones, which aren't in memory
 
     @property
     def unread(self) -> int:
         """Rows to compute before the next draft; 0 where nothing will be drafted."""
         length = len(self._ids)
-        if self._memory is None or not 1 < length <= self._drafter.context_length:
+        if self._memory is None or length < 2 or length - self._skipped > self._drafter.context_length:
             return 0
         return length - 1 - self._held
 
     def read(self, hidden: Sequence[torch.Tensor]) -> None:
-        """Take the states of the tokens that follow; they are computed when the next draft begins.
-
-        A session that isn't asked for a draft would keep them all: beyond its context, or many, it gives up.
-        """
+        """Take the states of the tokens that follow; they are computed when the next draft begins."""
         if self._memory is None:
             return
+        count = hidden[0].shape[0]
+        if (more := self._states.count + count - _WAITING) > 0:
+            more += _WAITING - _READ
+            self._memory.truncate(0)
+            self._states.drop(min(more, self._states.count))
+            hidden = [each[max(0, count - _READ) :] for each in hidden]
+            self._held += more
+            self._skipped = self._held
         self._states.add(hidden)
         known = self._held + self._states.count
-        if known >= self._drafter.context_length:  # there is a token after the last state
+        if known - self._skipped >= self._drafter.context_length:  # there is a token after the last state
             self._give_up()
             self._drafter.outgrown(max(known + 1, len(self._ids)))
-        elif self._states.count > self._most_waiting:
-            self._give_up()
 
     def _give_up(self) -> None:
         self._memory = None
@@ -500,17 +507,18 @@ class StateSession(TreeSession):
     def propose(self, budget: int, go_on: GoOn = always) -> Draft:
         """Return a tree of what may follow; nothing before the target's states are there."""
         drafter, memory, length = self._drafter, self._memory, len(self._ids)
-        if memory is not None and length > drafter.context_length:
+        room = drafter.context_length - (length - self._skipped)
+        if memory is not None and room < 0:
             memory = None
             self._give_up()
             drafter.outgrown(length)
         if memory is None or budget < 1 or length < 2 or self._held + self._states.count < length - 1:
             return Draft(drafter=drafter.name)
-        budget = min(budget, drafter.deepest, drafter.context_length - length + 1)
+        budget = min(budget, drafter.deepest, room + 1)
         try:
             return self._grow(self._begin(memory, budget), budget=budget, go_on=go_on)
         finally:
-            memory.truncate(self._held)
+            memory.truncate(self._held - self._skipped)
 
     def _begin(self, memory: TargetSequence, budget: int) -> Expand:
         """Compute what is missing of the rows that stay, and return what a draft of ``budget`` in a row grows by."""
