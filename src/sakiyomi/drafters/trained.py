@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sakiyomi import models
@@ -247,6 +248,7 @@ class States:
 
     def __init__(self) -> None:
         self._held: torch.Tensor | None = None  # [room, layers * hidden_size]
+        self._array: npt.NDArray[np.float32] | None = None  # the same, where numpy can write it
         self._first = 0
         self.count = 0
 
@@ -255,28 +257,25 @@ class States:
         count = hidden[0].shape[0]
         if not count:
             return
-        held = self._with_room(count, hidden)
-        start, column = self._first + self.count, 0
-        plain = held.device.type == "cpu" and held.dtype is torch.float32
-        for each in hidden:
-            place = held[start : start + count, column : column + each.shape[1]]
-            if plain:
-                place.numpy()[:] = each.numpy()  # without torch's threads, which take long to wake
-            else:
-                place.copy_(each)
-            column += each.shape[1]
-        self.count += count
-
-    def _with_room(self, count: int, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
         held = self._held
         if held is None or self._first + self.count + count > held.shape[0]:
             width = sum(each.shape[1] for each in hidden)
             more = hidden[0].new_empty(max(_ROOM, 2 * (self.count + count)), width)  # layers may be on several devices
             if held is not None and self.count:
                 more[: self.count] = held[self._first : self._first + self.count]
-            self._held, self._first = more, 0
-            return more
-        return held
+            self._held, self._first, held = more, 0, more
+            plain = all(each.device.type == "cpu" and each.dtype is torch.float32 for each in hidden)
+            self._array = more.numpy() if plain else None
+        start, column = self._first + self.count, 0
+        end = start + count
+        for each in hidden:
+            width = each.shape[1]
+            if self._array is not None:  # a fraction of the time of torch's slices and copies
+                self._array[start:end, column : column + width] = each.numpy()
+            else:
+                held[start:end, column : column + width] = each
+            column += width
+        self.count += count
 
     def first(self, count: int, device: torch.device) -> torch.Tensor:
         """Return the first states, float32 [count, layers * hidden_size]; they stay, and may be where others come."""
@@ -290,7 +289,8 @@ class States:
 
     def clear(self) -> None:
         """Forget all."""
-        self._held, self._first, self.count = None, 0, 0
+        self._held = self._array = None
+        self._first = self.count = 0
 
 
 class StateModel(Protocol):
