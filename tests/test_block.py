@@ -359,12 +359,13 @@ def test_the_end_of_the_context(target, parts):
     ids = [i % VOCAB for i in range(20)]
     assert len(main_path(begun(drafter, target, ids[:14]).propose(20))) == 3
     assert len(main_path(begun(drafter, target, ids[:16]).propose(20))) == 1
-    with pytest.warns(RuntimeWarning, match="17 tokens has outgrown the block drafter's context of 16"):
-        session = begun(drafter, target, ids[:17])
-    assert not session.propose(5)
-    session.read([torch.zeros(1, HIDDEN)] * 2)
-    assert (session.unread, session._states.count) == (0, 0)
-    assert not begun(drafter, target, ids).propose(5)  # and no second warning, which would be an error here
+    session = begun(drafter, target, ids[:17])  # full: it begins anew with the last half
+    assert session.unread == 8
+    last = begun(drafter, target, ids[:16])
+    last.read([state[15:16] for state in states_of(target, ids[:17], drafter.hidden_layers)])
+    last.observe(ids[16:17])
+    assert last.unread == 8
+    assert session.propose(5) == last.propose(5)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])

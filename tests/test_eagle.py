@@ -529,20 +529,42 @@ def test_the_end_of_the_context(target, parts):
     session.read([state[9:15] for state in states])
     session.observe(ids[10:16])
     assert len(session.propose(20)) == 1
-    fresh = drafter.session(ids[:15], GREEDY)
-    fresh.observe(ids[15:17])
-    with pytest.warns(RuntimeWarning, match="17 tokens has outgrown the eagle3 drafter's context of 16"):
-        session.read([state[15:16] for state in states])
+    session.read([state[15:16] for state in states])  # full: it begins anew with what it hasn't read
     session.observe(ids[16:17])
-    assert (session.unread, session._states.count) == (0, 0)
-    assert not session.propose(5)
-    assert not fresh.propose(5)
-    session.read([state[16:17] for state in states])
-    session.observe(ids[17:18])
-    assert not session.propose(5)
-    assert (session.unread, session._states.count) == (0, 0)
-    other = begun(drafter, target, ids)
-    assert not other.propose(5)  # and no second warning, which would be an error here
+    fresh = drafter.session(ids[15:17], GREEDY)
+    fresh.read([state[15:16] for state in states])
+    assert session.unread == fresh.unread == 1
+    assert session.propose(20) == fresh.propose(20)
+    assert len(session.propose(20)) == 15
+
+
+@pytest.mark.parametrize("context", [2, 3, 16, 128, 256, 257, 280, 300, 321, 1000])
+@pytest.mark.parametrize("asked", [False, True])
+def test_no_sequence_is_too_long(context, asked, target, parts):
+    """Whatever its context, prompts in pieces or whole, asked before the prompt is read or in every round or not."""
+    made = Made("plain", parts)
+    made.config["max_position_embeddings"] = context
+    drafter = made.drafter(width=1)
+    for length in (250, 290, 330, 400):
+        session = drafter.session([i % VOCAB for i in range(length)], GREEDY)
+        if asked:
+            assert not session.propose(3)
+        known = 1
+        for count in (128, 128, length, *[3] * 40):
+            count = min(count, length - known) if known < length else count
+            if count < 1:
+                continue
+            session.read([torch.ones(count, HIDDEN)] * len(drafter.hidden_layers))
+            known += count
+            if known > length:
+                session.observe([1] * count)
+            if known >= length:
+                assert 0 < session.unread <= min(320, context - 1)
+                if asked:
+                    assert session.propose(3)
+                    assert session.unread == 0
+        assert session.propose(3)
+        assert session._states.count == 0 or session._states._held.shape[0] < 1000
 
 
 def test_the_end_of_the_targets_context(reference, parts):

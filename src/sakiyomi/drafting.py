@@ -98,12 +98,15 @@ class Source:
         drawn, self._drawn = self._drawn, None
         return drawn
 
-    def read(self, hidden: Mapping[int, torch.Tensor]) -> None:
-        """Give the drafter the target's states of the tokens computed since, by layer, if it reads any."""
+    def read(self, hidden: Mapping[int, torch.Tensor], rows: Sequence[int] | None = None) -> None:
+        """Give the drafter the target's states of the tokens computed since, by layer, if it reads any.
+
+        ``rows``: which of the states they are, ascending; None for all.
+        """
         if self._session is None or not self.hidden_layers:
             return
         try:
-            cast("FeatureSession", self._session).read([hidden[layer] for layer in self.hidden_layers])
+            cast("FeatureSession", self._session).read([_of_rows(hidden[layer], rows) for layer in self.hidden_layers])
         except Exception as error:
             self._fail(error)
 
@@ -119,6 +122,20 @@ class Source:
     def _fail(self, error: Exception) -> None:
         self._session = None
         self.error = f"{type(error).__name__}: {error}"
+
+
+def _of_rows(hidden: torch.Tensor, rows: Sequence[int] | None) -> torch.Tensor:
+    """Return these rows of [rows, hidden_size], ascending; a view where they are the first."""
+    if rows is None:
+        return hidden
+    count = len(rows)
+    if not count or rows[-1] == count - 1:
+        return hidden[:count]
+    import torch
+
+    if hidden.device.type == "cpu" and hidden.dtype is torch.float32:
+        return torch.from_numpy(hidden.detach().numpy()[rows])  # a fraction of what an index tensor takes
+    return hidden[torch.tensor(rows, device=hidden.device)]
 
 
 def _checked(draft: Draft, budget: int, vocab_size: int, name: str, sampled: bool) -> Draft:

@@ -140,7 +140,7 @@ class Request:
         """Give the drafters the states of tokens that the target computed for good: of these rows, None for all."""
         for source in self.sources:
             if source.alive and source.hidden_layers:
-                source.read({layer: _of_rows(hidden[layers.index(layer)], rows) for layer in source.hidden_layers})
+                source.read({layer: hidden[layers.index(layer)] for layer in source.hidden_layers}, rows)
 
     def draft(self, rows: int, sequences: int) -> Draft:
         """Return what to check, no longer than what could still become output besides the target token.
@@ -396,18 +396,6 @@ def _warn(chunk: Chunk) -> None:
 def _layers(requests: Sequence[Request]) -> list[int]:
     """Return the layers whose states these requests' drafters read."""
     return sorted({layer for request in requests if request.sources for layer in request.hidden_layers})
-
-
-def _of_rows(hidden: torch.Tensor, rows: Sequence[int] | None) -> torch.Tensor:
-    """Return these rows of [rows, hidden_size], ascending; a view where they are the first."""
-    if rows is None:
-        return hidden
-    count = len(rows)
-    if not count or rows[-1] == count - 1:
-        return hidden[:count]
-    if hidden.device.type == "cpu" and hidden.dtype is torch.float32:
-        return torch.from_numpy(hidden.numpy()[rows])  # a fraction of what an index tensor takes
-    return hidden[torch.tensor(rows, device=hidden.device)]
 
 
 def _work(request: Request, draft: Draft) -> Work:

@@ -197,7 +197,8 @@ class FeatureSession(DraftSession, Protocol):
     def read(self, hidden: Sequence[torch.Tensor]) -> None:
         """Take the states of the tokens that follow those it has states of: [tokens, hidden_size] for each layer.
 
-        They are the target's: of its dtype, on its device, and inference tensors.
+        They are the target's: of its dtype, on its device, perhaps inference tensors, and perhaps views of all rows of
+        a forward, which stay in memory as long as they are kept.
         """
 
 

@@ -534,7 +534,7 @@ def _outlook(
         if added * gain - price > added * best.tokens - best.price or count == 1:
             best, rounds = _Outlook(gain, price), max(1.0, horizon / tokens)
         elif added * (gain + survival) - price <= added * best.tokens - best.price:
-            break  # one more that is free wouldn't make up for it
+            break  # one more that is free wouldn't make up for it, and later ones stand less often
     return _Outlook(best.tokens, best.price + prices.rate * times.once / rounds)
 
 

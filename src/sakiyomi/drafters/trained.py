@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -260,7 +259,9 @@ class States:
         held = self._held
         if held is None or self._first + self.count + count > held.shape[0]:
             width = sum(each.shape[1] for each in hidden)
-            more = hidden[0].new_empty(max(_ROOM, 2 * (self.count + count)), width)  # layers may be on several devices
+            with torch.inference_mode(False):  # it is written inside and outside of that mode
+                first = hidden[0]  # layers may be on several devices
+                more = torch.empty(max(_ROOM, 2 * (self.count + count)), width, dtype=first.dtype, device=first.device)
             if held is not None and self.count:
                 more[: self.count] = held[self._first : self._first + self.count]
             self._held, self._first, held = more, 0, more
@@ -286,11 +287,8 @@ class States:
         """Forget the first states."""
         self.count -= count
         self._first = self._first + count if self.count else 0
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._held = self._array = None
-        self._first = self.count = 0
+        if not self.count and self._held is not None and self._held.shape[0] > 4 * _ROOM:
+            self._held = self._array = None  # what a prompt took
 
 
 class StateModel(Protocol):
@@ -302,7 +300,7 @@ class StateModel(Protocol):
 
     @property
     def context_length(self) -> int:
-        """Most tokens of a sequence that it drafts for."""
+        """Most rows that it computes drafts from."""
 
     @property
     def layers(self) -> Layers:
@@ -440,85 +438,61 @@ class StateDrafter(TreeDrafter):
         )
         self.context_length = model.context_length
         self.new_memory = model.layers.new_sequence
-        self._warned = False
         self.costs: Costs = costs or ModelCosts(measure_rows(self._run))
 
     def _run(self, rows: int) -> None:
         """Compute so many rows, and choose as for one level of a draft."""
         raise NotImplementedError
 
-    def outgrown(self, length: int) -> None:
-        """Warn, once, of a sequence of so many tokens: its session proposes nothing from now on."""
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"a sequence of {length} tokens has outgrown the {self.name} drafter's context of "
-                f"{self.context_length}: it drafts nothing beyond",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
 
 class StateSession(TreeSession):
     """Such a drafter beside one sequence: keys and values of rows made of the target's own states.
 
-    Of what is given before a draft is wanted, a long prompt or many rounds, it reads the last tokens only.
+    Where its context is full, or much is to be read (a long prompt, many rounds in which no draft was wanted), it
+    begins anew with the last of the states that it hasn't read.
     """
 
     def __init__(self, drafter: StateDrafter, prompt: Sequence[int], params: SamplingParams, sampled: bool) -> None:
         super().__init__(drafter, prompt, params, sampled)
         self._drafter = drafter
         self._states = States()
-        self._memory: TargetSequence | None = drafter.new_memory()  # None: it drafts nothing any more
+        self._memory = drafter.new_memory()
         self._held = 0  # tokens that are read for good
         self._skipped = 0  # of these, the first ones, which aren't in memory
+        self._few = max(1, min(_READ, drafter.context_length // 2))
+        self._most = max(1, min(_WAITING, drafter.context_length - 1))
 
     @property
     def unread(self) -> int:
         """Rows to compute before the next draft; 0 where nothing will be drafted."""
-        length = len(self._ids)
-        if self._memory is None or length < 2 or length - self._skipped > self._drafter.context_length:
-            return 0
-        return length - 1 - self._held
+        return min(len(self._ids) - 1 - self._held, self._most)
 
     def read(self, hidden: Sequence[torch.Tensor]) -> None:
         """Take the states of the tokens that follow; they are computed when the next draft begins."""
-        if self._memory is None:
-            return
-        count = hidden[0].shape[0]
-        if (more := self._states.count + count - _WAITING) > 0:
-            more += _WAITING - _READ
-            self._memory.truncate(0)
-            self._states.drop(min(more, self._states.count))
-            hidden = [each[max(0, count - _READ) :] for each in hidden]
-            self._held += more
+        states, count = self._states, hidden[0].shape[0]
+        waiting = states.count + count
+        rows = self._held - self._skipped + waiting
+        if waiting > self._most or rows >= self._drafter.context_length:  # there is a token after the last state
+            kept = min(waiting, self._few)
+            states.drop(min(states.count, waiting - kept))
+            hidden = [each[max(0, count - kept) :] for each in hidden]
+            self._held += waiting - kept
             self._skipped = self._held
-        self._states.add(hidden)
-        known = self._held + self._states.count
-        if known - self._skipped >= self._drafter.context_length:  # there is a token after the last state
-            self._give_up()
-            self._drafter.outgrown(max(known + 1, len(self._ids)))
-
-    def _give_up(self) -> None:
-        self._memory = None
-        self._states.clear()
+            self._memory.truncate(0)
+        states.add(hidden)
 
     @torch.inference_mode()
     def propose(self, budget: int, go_on: GoOn = always) -> Draft:
         """Return a tree of what may follow; nothing before the target's states are there."""
-        drafter, memory, length = self._drafter, self._memory, len(self._ids)
+        drafter, length = self._drafter, len(self._ids)
         room = drafter.context_length - (length - self._skipped)
-        if memory is not None and room < 0:
-            memory = None
-            self._give_up()
-            drafter.outgrown(length)
-        if memory is None or budget < 1 or length < 2 or self._held + self._states.count < length - 1:
+        if budget < 1 or length < 2 or room < 0 or self._held + self._states.count < length - 1:
             return Draft(drafter=drafter.name)
         budget = min(budget, drafter.deepest, room + 1)
         try:
-            return self._grow(self._begin(memory, budget), budget=budget, go_on=go_on)
+            return self._grow(self._begin(self._memory, budget), budget=budget, go_on=go_on)
         finally:
-            memory.truncate(self._held - self._skipped)
+            self._memory.truncate(self._held - self._skipped)
 
     def _begin(self, memory: TargetSequence, budget: int) -> Expand:
         """Compute what is missing of the rows that stay, and return what a draft of ``budget`` in a row grows by."""
