@@ -178,6 +178,8 @@ def test_what_is_given_in_vain_is_told(llama, heads, tmp_path, monkeypatch):
     for wrong in (5, None, [5]):
         with pytest.raises(OptionError, match=r"trained=\[?(5|None)\]?: must be the folder of a drafter, or several"):
             sakiyomi.load(llama, trained=wrong)
+    with pytest.raises(OptionError, match=r"trained='.*nowhere': there is no such folder; name that of a drafter"):
+        sakiyomi.load(llama, trained=llama.parent / "nowhere")
     with pytest.raises(OptionError, match=r"trained='.*mlp': drafter='ngram' goes without; add \+mlp to it"):
         sakiyomi.load(llama, trained=heads["mlp"], drafter="ngram")
     ours = tmp_path / "smollm2-135m"

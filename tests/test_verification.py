@@ -20,7 +20,7 @@ import torch
 from sakiyomi.distribution import Distribution
 from sakiyomi.interfaces import Draft
 from sakiyomi.sampling import ACCEPT, DRAFT, Chooser, SamplingParams, derived_seed, draft_seed, draw, uniform
-from sakiyomi.verification import KeyedDice, block, rejection
+from sakiyomi.verification import KeyedDice, block, coupled, rejection
 
 RULES = {"rejection": rejection, "block": block}
 PROMPT = (0,)
@@ -685,3 +685,15 @@ def test_noise_is_keyed_by_the_round(rule):
     else:
         assert 0.12 < size < 0.13
         assert surprise(simulated(rule, chain, target, drafter, 3, 4_000, own=True), law) > 8
+
+
+def test_a_greedy_tree_is_decided_row_by_row():
+    """Each token by the row of the one before it, up to the first that wasn't drafted; other rows may be anything."""
+    tree = Draft((5, 3, 7, 2, 6), (-1, -1, 1, 1, 3), (0.5,) * 5, "any")
+    logits = torch.full((6, 8), torch.nan)  # rows that aren't reached: a look at them would raise
+    for row, token in ((0, 3), (2, 2), (4, 1)):
+        logits[row] = 0.0
+        logits[row, token] = 1.0
+    chooser = Chooser(SamplingParams(), [0], 8, ())
+    assert list(coupled(tree, logits, chooser)) == [(3, 1), (2, 3), (1, None)]
+    assert chooser.position == 4

@@ -175,6 +175,8 @@ def by_name(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) ->
         raise OptionError(f"trained={given!r}: must be the folder of a drafter, or several") from None
     found: dict[str, Path] = {}
     for folder in folders:
+        if not folder.is_dir():
+            raise OptionError(f"trained={str(folder)!r}: there is no such folder; name that of a drafter")
         name = kind(folder)
         if name in found:
             raise OptionError(

@@ -265,12 +265,7 @@ class CoreLayers:
         logit_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append rows; see :class:`Layers`."""
-        work = Work(sequence, [0] * inputs.shape[0], parents, logit_rows)
-        logits, (hidden,) = self._decoder.forward(
-            [work], inputs=inputs, attention_inputs=attention_inputs, hidden_layers=self._after
-        )
-        assert logits is not None
-        return logits, hidden
+        return self._forward(Work(sequence, [0] * inputs.shape[0], parents, logit_rows), inputs, attention_inputs)
 
     def forward_tokens(
         self,
@@ -281,10 +276,13 @@ class CoreLayers:
         logit_rows: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append rows; see :class:`Layers`."""
+        return self._forward(Work(sequence, tokens, parents, logit_rows), inputs, None)
+
+    def _forward(
+        self, work: Work, inputs: torch.Tensor, attention_inputs: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         logits, (hidden,) = self._decoder.forward(
-            [Work(sequence, tokens, parents, logit_rows)],
-            inputs=inputs,
-            hidden_layers=self._after,
+            [work], inputs=inputs, attention_inputs=attention_inputs, hidden_layers=self._after
         )
         assert logits is not None
         return logits, hidden
