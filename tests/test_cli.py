@@ -25,6 +25,7 @@ from sakiyomi.costs import CostTable, ModelCosts
 from sakiyomi.drafters.suffix import SuffixDrafter
 from sakiyomi.interfaces import Draft, Drafter
 from sakiyomi.llm import LLM
+from sakiyomi.options import DRAFTERS
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 PROMPT = "Repeat after me: the cat sat on the mat. The cat sat on the mat. The cat"
@@ -68,7 +69,7 @@ def loads(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
         settings = {"drafter": drafter, "num_speculative_tokens": k, "verification": verification}
         return LLM(llm.target, llm.tokenizer, costs=costs, **settings, **own)
 
-    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr(cli, "load_llm", load)
 
 
 def itself(llm: LLM) -> Drafter:
@@ -155,7 +156,7 @@ def test_help_prints_at_once_and_without_the_heavy_imports():
 
 
 def test_help_names_the_drafters_of_the_registry(monkeypatch):
-    assert sorted(cli.DRAFTERS) == sorted(drafters.DRAFTERS)
+    assert sorted(DRAFTERS) == sorted(drafters.DRAFTERS)
     monkeypatch.setenv("COLUMNS", "200")
     for command in ("generate", "bench", "verify"):
         shown = " ".join(run(cli.app, [command, "--help"]).stdout.split())
@@ -909,7 +910,7 @@ def both_weights(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         targets.append(weakref.ref(target))
         return LLM(target, byte_tokenizer(), drafter=drafter, num_speculative_tokens=k, costs=costs)
 
-    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr(cli, "load_llm", load)
     monkeypatch.setattr("sakiyomi.targets.resolve", lambda kernels, weights: None)
     return asked
 
@@ -1001,7 +1002,7 @@ def several_weights(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str
         target = targets[("draft" if model == "y" else "int8") if weights in ("int8", None) else ""]
         return LLM(target, tokenizer, drafter=drafter, num_speculative_tokens=k, costs=costs)
 
-    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr(cli, "load_llm", load)
     monkeypatch.setattr("sakiyomi.targets.resolve", lambda *_: None)
     monkeypatch.setattr("sakiyomi.bench.quality.plain_text", lambda: "one and two and three")
     return asked
@@ -1131,7 +1132,7 @@ def three_models(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         done.append("measure")
         return CostTable((1, 8), {512: (0.04, 0.05), 256: (0.01, 0.02), 16: (0.05, 0.06)}[target.context_length])
 
-    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr(cli, "load_llm", load)
     monkeypatch.setattr("sakiyomi.costs.measure", measure)
     return done
 

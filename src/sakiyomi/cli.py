@@ -14,9 +14,38 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sakiyomi.options import (
+    ALL_DRAFTERS,
+    AUTO,
+    AsJson,
+    Category,
+    ContextLength,
+    Device,
+    DraftModel,
+    Dtype,
+    Kernels,
+    MaxNewTokens,
+    MinP,
+    Model,
+    PerCategory,
+    Seed,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    Trained,
+    Verification,
+    Weights,
+    Workload,
+    draft_length,
+    drafter_names,
+    load_llm,
+)
 from sakiyomi.progress import show_progress, warnings_in_one_line
 from sakiyomi.train.command import EPILOG as TRAIN_EPILOG
 from sakiyomi.train.command import train
+from sakiyomi.tune_command import EPILOG as TUNE_EPILOG
+from sakiyomi.tune_command import tune
 
 if TYPE_CHECKING:
     from sakiyomi.bench import Evaluation, Quality, WeightsFacts
@@ -24,6 +53,7 @@ if TYPE_CHECKING:
     from sakiyomi.drafters.suffix import SuffixDrafter
     from sakiyomi.engine import Token
     from sakiyomi.llm import LLM, Prompt, Speculation
+    from sakiyomi.settings import Settings
     from sakiyomi.stats import Stats
 
 app = typer.Typer(
@@ -34,64 +64,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Speculative decoding that is exact: reads ahead, never changes the text.",
 )
-
-DRAFTERS = ("suffix", "ngram")  # of the registry, which would import torch; a test compares
-_ALL_DRAFTERS = f"{', '.join(DRAFTERS)}, model (--draft-model), table, eagle3, ... (trained for the model)"
-_AUTO = "auto"
-
-Model = Annotated[
-    str,
-    typer.Option(
-        "--model", "-m", help="A known name (smollm2-135m), a Hugging Face folder, a hub id, or a .gguf file."
-    ),
-]
-Workload = Annotated[
-    Path | None,
-    typer.Option(help='JSON lines, each {"messages": [...]} or {"prompt": "..."}. Default: 24 built-in prompts.'),
-]
-Category = Annotated[list[str] | None, typer.Option(help="Only this category. Can be repeated.")]
-PerCategory = Annotated[int | None, typer.Option(help="At most this many prompts of each category.")]
-DraftModel = Annotated[
-    str | None,
-    typer.Option(help="A smaller model to draft with, named as --model is; its tokenizer may be another."),
-]
-Trained = Annotated[
-    list[Path] | None,
-    typer.Option(help="The folder of a drafter that was trained for the model. Can be repeated."),
-]
-Verification = Annotated[
-    str,
-    typer.Option(
-        help="Which draft tokens stand. coupled: the target's own, so that the text is that of plain decoding. "
-        "rejection, block: where a draft model samples, a few more, in another text of the same distribution."
-    ),
-]
-Dtype = Annotated[str, typer.Option(help="auto (bf16 wherever that is faster, else fp32), bf16, or fp32.")]
-Weights = Annotated[
-    str, typer.Option(help="auto (as --dtype), or int8: half the bytes, at some cost that bench measures.")
-]
-Kernels = Annotated[
-    str,
-    typer.Option(
-        help="An instruction path of the compiled core (amx, avx2, ...), or torch. "
-        "auto: what the environment variable SAKIYOMI_KERNELS says, else the fastest."
-    ),
-]
-Device = Annotated[
-    str | None, typer.Option(help="Where it runs: cpu, cuda, mps, ... Elsewhere than on the cpu through transformers.")
-]
-ContextLength = Annotated[int | None, typer.Option(help="Lower the model's own context length.")]
-Threads = Annotated[
-    int | None,
-    typer.Option(help="Processor threads. One is fastest where other work keeps the cores busy. Default: all cores."),
-]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="Most tokens to write.")]
-Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")]
-TopK = Annotated[int | None, typer.Option(help="Choose among this many of the likeliest tokens.")]
-TopP = Annotated[float, typer.Option(help="Choose among the likeliest tokens that hold this much probability.")]
-MinP = Annotated[float, typer.Option(help="Choose among tokens with this fraction of the top probability.")]
-Seed = Annotated[int, typer.Option(help="The same seed gives the same text, with any drafter.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 
 def main() -> None:
@@ -126,6 +98,7 @@ def _options(
     epilog='Example: [bold]sakiyomi generate "Name three rivers." --show-drafts --stats[/bold]',
 )
 def generate(
+    context: typer.Context,
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads standard input.")],
     model: Model = "smollm2-135m",
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
@@ -135,11 +108,11 @@ def generate(
         typer.Option(
             "--drafter",
             "-d",
-            help=f"{_ALL_DRAFTERS}, several joined with +, or none: plain decoding. "
+            help=f"{ALL_DRAFTERS}, several joined with +, or none: plain decoding. "
             "auto: suffix (without the compiled core: ngram), those trained for the model, and model where there is "
             "one.",
         ),
-    ] = _AUTO,
+    ] = AUTO,
     num_speculative_tokens: Annotated[
         str,
         typer.Option(
@@ -148,10 +121,14 @@ def generate(
             metavar="NUMBER|auto",
             help="Tokens to draft in a round, 0: plain decoding. auto: as many as pay.",
         ),
-    ] = _AUTO,
+    ] = AUTO,
     verification: Verification = "coupled",
     draft_model: DraftModel = None,
     trained: Trained = None,
+    settings: Annotated[
+        Path | None,
+        typer.Option(help="A file that tune wrote: it names the model, and says all of the last six options."),
+    ] = None,
     reference: Annotated[
         Path | None, typer.Option(help="A text file that the drafters suffix and ngram look things up in too.")
     ] = None,
@@ -202,14 +179,20 @@ def generate(
     text = _read_stdin() if prompt == "-" else prompt
     if not text:  # as a message it would be answered
         raise PromptError("prompt: is empty; give at least one character")
-    k = _draft_length(num_speculative_tokens)
-    names = _drafter_names([drafter], model, draft_model, trained)
+    if settings is not None:
+        tuned = _tuned(context, settings)
+        model = tuned.model if _is_default(context, "model") else model
+        drafter, verification, draft_model = tuned.drafter, tuned.verification, tuned.draft_model
+        num_speculative_tokens = AUTO if tuned.num_speculative_tokens is None else str(tuned.num_speculative_tokens)
+        trained = [Path(each) for each in tuned.trained]
+    k = draft_length(num_speculative_tokens)
+    names = drafter_names([drafter], model, draft_model, trained)
     if k == 0 and (reference or memory):
         raise OptionError("--num-speculative-tokens 0: plain decoding uses neither --reference nor --memory")
     looked_up = None if reference is None else _read_reference(reference, names, drafter)
     if memory is not None:
         _check_memory(memory, names, drafter)
-    llm = _load(
+    llm = load_llm(
         model, dtype, weights, kernels, context_length, threads, drafter, k, draft_model, verification, device, trained
     )
     setting, suffix = _speculation(llm, drafter, k, looked_up, memory)
@@ -231,35 +214,23 @@ def generate(
         _print_stats(measured, llm.exactness)
 
 
-def _draft_length(text: str) -> int | None:
-    """Return the number of tokens to draft, None for as many as pay."""
+def _tuned(context: typer.Context, path: Path) -> Settings:
+    """Read a settings file. Raises OptionError where options say the same."""
     from sakiyomi.errors import OptionError
+    from sakiyomi.settings import Settings
 
-    if text == _AUTO:
-        return None
-    if text.isascii() and text.isdigit() and len(text) <= 9:
-        return int(text)
-    raise OptionError(
-        f"--num-speculative-tokens {text}: must be a number (0: plain decoding), or auto (as many as pay)"
-    )
+    for name in ("drafter", "num_speculative_tokens", "verification", "draft_model", "trained"):
+        if not _is_default(context, name):
+            raise OptionError(f"--settings {path}: says --{name.replace('_', '-')} too; leave one of them out")
+    try:
+        return Settings.load(path)
+    except OptionError as error:
+        raise OptionError(f"--{error}") from None
 
 
-def _drafter_names(
-    specs: Sequence[str], model: str, draft_model: str | None, trained: Sequence[Path] | None
-) -> tuple[str, ...]:
-    """Return the drafters that these options name; what is wrong here should not cost the time of loading."""
-    from sakiyomi import drafters
-    from sakiyomi.errors import OptionError
-    from sakiyomi.loading import by_name, trained_for
-
-    given = [*trained_for(model, trained or ()), *([drafters.MODEL] if draft_model is not None else [])]
-    names = [name for spec in specs for name in drafters.parse(spec, given)]
-    if draft_model is not None and drafters.MODEL not in names:
-        raise OptionError(f"--draft-model {draft_model}: --drafter {', '.join(specs)} goes without; add +model to it")
-    for name, folder in by_name(trained or ()).items():
-        if name not in names:
-            raise OptionError(f"--trained {folder}: --drafter {', '.join(specs)} goes without; add +{name} to it")
-    return tuple(dict.fromkeys(names))
+def _is_default(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is None or source.name == "DEFAULT"
 
 
 def _speculation(
@@ -408,7 +379,7 @@ def bench(
         typer.Option(
             "--drafter",
             "-d",
-            help=f"To measure: auto, {_ALL_DRAFTERS}, or several joined with +. Can be repeated. Default: auto.",
+            help=f"To measure: auto, {ALL_DRAFTERS}, or several joined with +. Can be repeated. Default: auto.",
         ),
     ] = None,
     num_speculative_tokens: Annotated[
@@ -480,16 +451,16 @@ def bench(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     )
     prompts = select(load_workload(workload) if workload else builtin_workload(), category, per_category)
-    lengths = [_draft_length(each) for each in num_speculative_tokens or ["3", "7", _AUTO]]
+    lengths = [draft_length(each) for each in num_speculative_tokens or ["3", "7", AUTO]]
     ways = [method(each) for each in verification or ["coupled"]]
-    specs = drafter or [_AUTO]
-    chosen = parse(weights or [_AUTO], "--weights")
+    specs = drafter or [AUTO]
+    chosen = parse(weights or [AUTO], "--weights")
     drafting = parse(draft_weights or [], "--draft-weights", paths=False)
     if drafting and draft_model is None:
         raise OptionError(f"--draft-weights {drafting[0].name}: needs a draft model; name one with --draft-model")
 
     def draft_names(spec: str) -> list[str]:
-        uses_model = drafters.MODEL in spec.split("+") or (spec == _AUTO and draft_model is not None)
+        uses_model = drafters.MODEL in spec.split("+") or (spec == AUTO and draft_model is not None)
         return [each.name for each in drafting] if uses_model and drafting else [""]
 
     candidates = [
@@ -500,10 +471,10 @@ def bench(
         for way in ways
         for draft in draft_names(spec)
     ]
-    _drafter_names(specs, model, draft_model, trained)
+    drafter_names(specs, model, draft_model, trained)
     for each in chosen:
         targets.resolve(kernels, each.weights)
-        if each.dtype is not None and dtype not in (_AUTO, each.dtype):
+        if each.dtype is not None and dtype not in (AUTO, each.dtype):
             raise OptionError(f"--dtype {dtype}: contradicts --weights {each.name}; leave one of them out")
     for each in drafting:
         targets.resolve(kernels, each.weights, "draft_weights")
@@ -511,7 +482,7 @@ def bench(
 
     def load(weights: NamedWeights, draft_model: str | None = None, small: str | None = None) -> LLM:
         longest = None if small else context_length
-        return _load(
+        return load_llm(
             weights.model or small or model,
             weights.dtype or dtype,
             weights.weights,
@@ -571,7 +542,7 @@ def verify(
         typer.Option(
             "--drafter",
             "-d",
-            help=f"To audit: auto, {_ALL_DRAFTERS}, or several joined with +. Can be repeated. Default: auto.",
+            help=f"To audit: auto, {ALL_DRAFTERS}, or several joined with +. Can be repeated. Default: auto.",
         ),
     ] = None,
     num_speculative_tokens: Annotated[
@@ -629,17 +600,17 @@ def verify(
     if 0 != seeds < LEAST_RUNS:
         raise OptionError(f"--seeds {seeds}: must be at least {LEAST_RUNS}, or 0 (no test of distributions)")
     prompts = select(load_workload(workload) if workload else builtin_workload(), category, per_category)
-    lengths = [_draft_length(each) for each in num_speculative_tokens or ["4", _AUTO]]
+    lengths = [draft_length(each) for each in num_speculative_tokens or ["4", AUTO]]
     if 0 in lengths:
         raise OptionError(
             "--num-speculative-tokens 0: must be at least 1, or auto; plain decoding is what all is compared with"
         )
-    candidates = [Candidate(spec, k) for spec in drafter or [_AUTO] for k in lengths]
+    candidates = [Candidate(spec, k) for spec in drafter or [AUTO] for k in lengths]
     if len(set(candidates)) < len(candidates):
         raise OptionError("--drafter, --num-speculative-tokens: name a setting twice")
-    _drafter_names(drafter or [_AUTO], model, draft_model, trained)
+    drafter_names(drafter or [AUTO], model, draft_model, trained)
     targets.resolve(kernels, weights)
-    llm = _load(
+    llm = load_llm(
         model,
         dtype,
         weights,
@@ -693,7 +664,7 @@ def check(
         from sakiyomi.costs import ModelCosts, measure
 
         gc.collect()  # two models at once may not fit in memory
-        llm = _load(name, dtype, weights, kernels, None, threads, "none", 0, None, device=device)
+        llm = load_llm(name, dtype, weights, kernels, None, threads, "none", 0, None, device=device)
         with show_progress() as progress:
             progress(0, 1, f"measuring {name}")
             costs = ModelCosts(measure(llm.target))
@@ -709,6 +680,61 @@ def check(
 
 
 app.command(epilog=TRAIN_EPILOG)(train)
+app.command(epilog=TUNE_EPILOG)(tune)
+
+
+@app.command(
+    epilog="Example: [bold]sakiyomi plan --memory 24GB --context 8192[/bold]",
+)
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="A known name, a Hugging Face folder, a hub id, or a .gguf file.")
+    ] = "smollm2-135m",
+    drafter: Annotated[
+        str,
+        typer.Option("--drafter", "-d", help=f"auto, {ALL_DRAFTERS}, several joined with +, or none: plain decoding."),
+    ] = AUTO,
+    draft_model: DraftModel = None,
+    trained: Trained = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(metavar="AMOUNT", help="What there is: 24GB, 16GiB, 512MB, ... Default: all of this machine's."),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tell what sequences of this many tokens take. Default: the longest.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
+    dtype: Dtype = "auto",
+    weights: Weights = "auto",
+    kernels: Kernels = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Tell what a model and its drafters take of memory, and how long the context can be.
+
+    For the processor. From the configurations: no weights are read.
+    """
+    from rich.console import Console
+
+    from sakiyomi.plan import make_plan, render
+
+    drafter_names([drafter], model, draft_model, trained)
+    with warnings_in_one_line():
+        found = make_plan(
+            model,
+            drafter=drafter,
+            draft_model=draft_model,
+            trained=trained or (),
+            dtype=dtype,  # type: ignore[arg-type]  # it is checked there
+            weights=weights,  # type: ignore[arg-type]
+            kernels=kernels,
+            memory=memory,
+            context=context,
+            batch_size=batch_size,
+        )
+    if as_json:
+        print(json.dumps(found.as_dict()))
+    else:
+        Console(highlight=False).print(render(found))
 
 
 @app.command()
@@ -719,48 +745,6 @@ def models() -> None:
     for name, known in KNOWN_MODELS.items():
         print(f"{name:16} {known.description}")
     print(f"cache: {cache_dir()}")
-
-
-def _load(
-    model: str,
-    dtype: str,
-    weights: str | None,
-    kernels: str,
-    context_length: int | None,
-    threads: int | None,
-    drafter: str,
-    num_speculative_tokens: int | None,
-    draft_model: str | None,
-    verification: str = "coupled",
-    device: str | None = None,
-    trained: Sequence[Path] | None = None,
-) -> LLM:
-    from sakiyomi.errors import OptionError
-
-    if threads is not None and threads < 1:
-        raise OptionError(f"--threads {threads}: must be at least 1")
-
-    import torch
-
-    from sakiyomi.llm import load
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-
-    with warnings_in_one_line():
-        return load(
-            model,
-            dtype=dtype,  # type: ignore[arg-type]  # load checks it
-            weights=weights,  # type: ignore[arg-type]
-            kernels=kernels,
-            context_length=context_length,
-            drafter=drafter,
-            num_speculative_tokens=num_speculative_tokens,
-            verification=verification,  # type: ignore[arg-type]
-            draft_model=draft_model,
-            trained=trained or (),
-            device=device,
-        )
 
 
 def _load_and_compare(

@@ -176,7 +176,7 @@ def depth(draft: Draft) -> int:
 
 def first_path(draft: Draft) -> Draft:
     """Return the chain of first children of a draft. Of a sample too: it takes no token for what it is."""
-    return _part(draft, _first_path(draft))
+    return draft if draft.parents is None else _part(draft, _first_path(draft))
 
 
 def _first_path(draft: Draft) -> list[int]:

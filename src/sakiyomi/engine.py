@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -179,11 +179,17 @@ class Request:
 
 
 class Engine:
-    """Runs rounds of requests on one target. Holds no state of its own between rounds."""
+    """Runs rounds of requests on one target. Holds no state of its own between rounds.
 
-    def __init__(self, target: Target, tokenizer: Tokenizer | None = None) -> None:
+    ``clock``: what seconds are read from; a replay, whose target takes no time, has one of its own.
+    """
+
+    def __init__(
+        self, target: Target, tokenizer: Tokenizer | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.target = target
         self._tokenizer = tokenizer
+        self._clock = clock
 
     def request(
         self,
@@ -285,9 +291,9 @@ class Engine:
             return []
         assert len(set(requests)) == len(requests)
         assert all(request.finish_reason is None for request in requests)
-        began = time.perf_counter()
+        began = self._clock()
         target_s = self._prefill(requests)
-        prefilled = time.perf_counter()
+        prefilled = self._clock()
         contexts = [request.sequence.length for request in requests]
         rows = sum(len(request.ids) - context for request, context in zip(requests, contexts, strict=True))
         drafts: list[Draft] = []
@@ -300,10 +306,10 @@ class Engine:
                 drafts.append(Draft())
             rows += len(drafts[-1])
         work = [_work(request, draft) for request, draft in zip(requests, drafts, strict=True)]
-        called = time.perf_counter()
+        called = self._clock()
         layers = _layers(requests)
         outputs = self.target.forward(work, hidden_layers=layers)
-        computed = time.perf_counter()
+        computed = self._clock()
         forward_s = computed - called
         committed: list[_Committed] = []
         for i, (request, draft, output) in enumerate(zip(requests, drafts, outputs, strict=True)):
@@ -314,7 +320,7 @@ class Engine:
             except Exception as error:
                 failures[i] = error
             committed.append(done)
-        verified = time.perf_counter()
+        verified = self._clock()
         for i, (request, draft, done) in enumerate(zip(requests, drafts, committed, strict=True)):
             if request.policy is None or i in failures:
                 continue
@@ -336,7 +342,7 @@ class Engine:
                 request.policy.observe(checked)
             except Exception as error:
                 failures[i] = error
-        ended = time.perf_counter()
+        ended = self._clock()
         results: list[Chunk | Exception] = []
         for i, (request, draft, done) in enumerate(zip(requests, drafts, committed, strict=True)):
             if i in failures:
@@ -373,9 +379,9 @@ class Engine:
             if not work:
                 return seconds
             layers = _layers(of)
-            called = time.perf_counter()
+            called = self._clock()
             outputs = self.target.forward(work, hidden_layers=layers)
-            seconds += time.perf_counter() - called
+            seconds += self._clock() - called
             for request, output in zip(of, outputs, strict=True):
                 request.read(layers, output.hidden)
 

@@ -22,6 +22,7 @@ from sakiyomi.interfaces import Drafter, Exactness, Target, Verification
 from sakiyomi.loading import DTYPES, DeviceMap, LoadedModel, by_name, check_device, trained_for
 from sakiyomi.policy import AdaptivePolicy, FixedPolicy, Policy
 from sakiyomi.sampling import SamplingParams
+from sakiyomi.settings import Settings
 from sakiyomi.stats import Stats
 from sakiyomi.text import Message, Tokenizer
 from sakiyomi.verification import method
@@ -29,6 +30,7 @@ from sakiyomi.verification import method
 Prompt = str | Sequence[int] | Sequence[Message]
 BATCH_SIZE = 16
 _DEFAULT: Literal["default"] = "default"
+_AUTO = drafters.AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +67,13 @@ def load(
     dtype: Literal["auto", "bf16", "fp32"] = "auto",
     weights: Literal["auto", "int8"] | None = "auto",
     kernels: str = "auto",
-    drafter: str | Drafter | None = drafters.AUTO,
+    drafter: str | Drafter | None = _AUTO,
     num_speculative_tokens: int | None = None,
     verification: Verification = "coupled",
     draft_model: str | os.PathLike[str] | None = None,
     draft_weights: Literal["auto", "int8"] | None = None,
     trained: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    settings: str | os.PathLike[str] | None = None,
     context_length: int | None = None,
     device: str | None = None,
     device_map: DeviceMap | None = None,
@@ -88,13 +91,29 @@ def load(
     model are measured once, in about a second. ``verification``: see :class:`LLM`. ``draft_model``: a smaller model to
     draft with, named as ``model`` is; its tokenizer may be another. ``draft_weights``: its ``weights``. ``trained``:
     the folder of a drafter trained for this model, or several; those that come with sakiyomi need no mention. What
-    ``drafter`` names of them is loaded now, others where a call first names them.
+    ``drafter`` names of them is loaded now, others where a call first names them. ``settings``: a file that
+    ``sakiyomi tune`` wrote, which says all five of these.
     ``context_length`` lowers the model's own. ``device`` ("cuda", "mps", ...) and ``device_map`` (as for transformers'
     ``from_pretrained``) say where it runs: elsewhere than on the processor through its transformers module, like
     architectures beyond the Llama family and quantised weights, for which sakiyomi[huggingface] must be installed.
     ``progress`` shows a bar on standard error while something is fetched or converted. Warns where the compiled core
     isn't there, and of a draft model that is too slow to pay. Raises ModelError or OptionError.
     """
+    if settings is not None:
+        if trained or (drafter, num_speculative_tokens, verification, draft_model) != (_AUTO, None, "coupled", None):
+            raise OptionError(
+                f"settings={os.fspath(settings)!r}: says drafter, num_speculative_tokens, verification, draft_model "
+                "and trained; leave these out"
+            )
+        tuned = Settings.load(settings)
+        if os.fspath(model) != tuned.model:
+            warnings.warn(
+                f"settings={os.fspath(settings)!r}: were tuned for {tuned.model}, not for {os.fspath(model)}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        drafter, num_speculative_tokens, verification = tuned.drafter, tuned.num_speculative_tokens, tuned.verification
+        draft_model, trained = tuned.draft_model, tuned.trained
     if dtype not in DTYPES:
         raise OptionError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
     targets.resolve(kernels, weights)
@@ -180,7 +199,7 @@ class LLM:
         target: Target,
         tokenizer: Tokenizer,
         *,
-        drafter: str | Drafter | None = drafters.AUTO,
+        drafter: str | Drafter | None = _AUTO,
         num_speculative_tokens: int | None = None,
         verification: Verification = "coupled",
         draft_model: Drafter | None = None,

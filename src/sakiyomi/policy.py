@@ -89,7 +89,8 @@ class FixedSession:
     """The fixed policy on one sequence."""
 
     def __init__(self, sources: Sequence[Source], count: int) -> None:
-        self._sources, self._count = sources, count
+        self._sources = sorted(sources, key=lambda each: (each.sampled, each.costs is not None))
+        self._count = count
 
     def draft(self, left: int, context: int, rows: int, sequences: int) -> Draft:
         """Return the surest draft."""
@@ -97,11 +98,11 @@ class FixedSession:
         if count < 1:
             return Draft()
         best, most = Draft(), 0.0
-        for source in sorted(self._sources, key=lambda each: (each.sampled, each.costs is not None)):
-            if best and (source.sampled or source.costs is not None):
+        for source in self._sources:
+            if best.tokens and (source.sampled or source.costs is not None):
                 break
             draft = first_path(source.propose(count))
-            if draft and source.sampled:
+            if len(self._sources) == 1 or (draft.tokens and source.sampled):
                 return draft
             if (total := sum(_survivals(draft, draft.confidences))) > most:
                 best, most = draft, total

@@ -8,8 +8,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from sakiyomi.errors import OptionError
 from sakiyomi.interfaces import RoundRecord
@@ -350,3 +354,58 @@ def spread(values: Iterable[float | None]) -> Spread | None:
     if len(known) >= 4:
         low, _, high = statistics.quantiles(known, n=4, method="inclusive")
     return Spread(statistics.median(known), low, high, len(known))
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A figure of several prompts, and how well it is known: ``low`` to ``high`` holds it with 95 % confidence.
+
+    Both are None where there is one prompt only, which says nothing of others.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+
+    @property
+    def verdict(self) -> Literal["faster", "slower", "unclear"]:
+        """What it says of a speed-up; ``unclear`` where it includes 1, or nothing is known of it."""
+        if self.low is not None and self.low > 1:
+            return "faster"
+        if self.high is not None and self.high < 1:
+            return "slower"
+        return "unclear"
+
+
+def speedup_interval(pairs: Sequence[tuple[Stats, Stats]], seed: int = 0) -> Interval | None:
+    """Return plain TPOT / speculative TPOT over (plain, speculative) of several prompts; None without a token."""
+    return ratio_interval(
+        [(p.decode_s, p.decode_tokens, s.decode_s, s.decode_tokens) for p, s in pairs],
+        seed,
+    )
+
+
+def ratio_interval(rows: Sequence[tuple[float, float, float, float]], seed: int = 0) -> Interval | None:
+    """Return (sum a / sum b) / (sum c / sum d) over rows (a, b, c, d), with its bootstrap interval over the rows.
+
+    Percentiles of 2,000 samples with replacement (Efron 1979): as likely as not too narrow for fewer than ten rows.
+    None where the ratio has no value.
+    """
+    table = np.array([row for row in rows if row[1] > 0 and row[3] > 0], float)  # others have nothing to compare
+    if not len(table) or (whole := _ratio(table.sum(axis=0))) is None:
+        return None
+    if len(table) == 1:
+        return Interval(whole, None, None)
+    chosen = np.random.default_rng(seed).integers(0, len(table), (_SAMPLES, len(table)))
+    sums = np.stack([column[chosen].sum(axis=1) for column in table.T], axis=1)
+    samples = [each for row in sums if (each := _ratio(row)) is not None]
+    low, high = np.quantile(samples, (0.025, 0.975)) if samples else (whole, whole)
+    return Interval(whole, float(low), float(high))
+
+
+def _ratio(sums: npt.NDArray[np.float64]) -> float | None:
+    a, b, c, d = sums.tolist()
+    return ratio(ratio(a, b), ratio(c, d))
+
+
+_SAMPLES = 2000

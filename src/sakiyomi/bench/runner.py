@@ -215,6 +215,9 @@ def run_benchmark(
     repeats: int = 1,
     seed: int = 0,
     progress: Progress | None = None,
+    known: Sequence[Measurement] = (),
+    save: Callable[[Sequence[Measurement]], None] | None = None,
+    enough: Callable[[], bool] | None = None,
 ) -> BenchResult:
     """Measure plain decoding and every candidate on every prompt, and compare their output.
 
@@ -226,8 +229,11 @@ def run_benchmark(
     Each prompt is answered by all cases one after another, in an order that changes (by ``seed``) from prompt
     to prompt, so that a machine that drifts is unfair to none. What a candidate learns it keeps from prompt to
     prompt, as in real use, but not from one repeat to the next, where it would remember the very answers.
-    An interrupt (Ctrl-C) ends the run with what is measured so far. A prompt that can't be answered is skipped
-    and reported. Raises OptionError for options that can't work, PromptError if no prompt at all can be answered.
+    A prompt's own ``max_tokens`` is a limit too. An interrupt (Ctrl-C) ends the run with what is measured so far. A
+    prompt that can't be answered is skipped and reported.
+    ``known``: what an earlier run of the same measured, which isn't measured again. ``save`` is called with all
+    measurements of a prompt, after each. ``enough``, called after each too, ends the run where it returns True.
+    Raises OptionError for options that can't work, PromptError if no prompt at all can be answered.
     """
     if not isinstance(llms, Mapping):
         llms = {("", ""): llms}
@@ -240,7 +246,8 @@ def run_benchmark(
         raise OptionError("prompts: every id must be different")
     params = params or SamplingParams()
 
-    measurements: list[Measurement] = []
+    measurements = list(known)
+    done = {(each.prompt_id, each.repeat) for each in known}
     skipped: dict[str, Skipped] = {}
     partial = False
     report = progress or (lambda done, total, what: None)
@@ -253,13 +260,13 @@ def run_benchmark(
         for block, (repeat, prompt) in enumerate(itertools.product(range(repeats), prompts)):
             if block % len(prompts) == 0:
                 settings = _settings(cases)
-            if prompt.id in skipped:
+            if prompt.id in skipped or (prompt.id, repeat) in done:
                 continue
+            own = limited(params, prompt)
+            begun = len(measurements)
             for i, case in enumerate(next(orders)):
                 try:
-                    generation = cases[case].llm.generate(
-                        prompt.input, params, drafter=None, speculation=settings[case]
-                    )
+                    generation = cases[case].llm.generate(prompt.input, own, drafter=None, speculation=settings[case])
                 except PromptError as error:
                     skipped[prompt.id] = Skipped(prompt.id, str(error))
                     break
@@ -274,6 +281,10 @@ def run_benchmark(
                     )
                 )
                 report(block * len(cases) + i + 1, total, f"{prompt.id}, {case}")
+            if save and prompt.id not in skipped:
+                save(measurements[begun:])
+            if enough and enough():
+                break
     except KeyboardInterrupt:
         partial = True
     if len(skipped) == len(prompts):
@@ -296,6 +307,12 @@ def run_benchmark(
         differences=differences,
         skipped=tuple(skipped.values()),
     )
+
+
+def limited(params: SamplingParams, prompt: Prompt) -> SamplingParams:
+    """Return the parameters of one prompt, whose own limit of tokens may be lower."""
+    most = min(params.max_new_tokens, prompt.max_tokens or params.max_new_tokens)
+    return replace(params, max_new_tokens=most, min_new_tokens=min(params.min_new_tokens, most))
 
 
 @dataclass(frozen=True, slots=True)

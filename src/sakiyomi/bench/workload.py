@@ -1,29 +1,48 @@
-"""Prompts to measure with: the built-in ones, or a file of one's own."""
+"""Prompts to measure with: the built-in ones, or one's own, in the formats that files of prompts come in."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from errno import EBADF, ENOENT
+from functools import partial
 from importlib.resources import files
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from reprlib import repr as shortened
+from typing import Any, NoReturn
 
 from sakiyomi.errors import OptionError
 
-_WANTED = 'each line must be like {"messages": [{"role": "user", "content": "..."}]} or {"prompt": "..."}'
+_SOURCES = "must be a file of JSON lines, a folder of .txt and .md files, or - for standard input"
+_FORMATS = (
+    'must be like {"messages": [{"role": "user", "content": "..."}]} or {"prompt": "..."}, '
+    "or as in Spec-Bench, ShareGPT or an OpenAI batch"
+)
+_SPEAKERS = {"human": "user", "user": "user", "system": "system"}  # what ShareGPT calls the roles
+_SPEAKERS |= dict.fromkeys(("gpt", "assistant", "chatgpt", "model"), "assistant")
+_Entries = Iterable[tuple[object, Callable[[], "Prompt"]]]  # what to call each in messages, and how to read it
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt of a workload: chat ``messages``, or where these are empty the plain ``text``."""
+    """One prompt of a workload: chat ``messages``, or where these are empty the plain ``text``.
+
+    ``response``: the recorded one; ``max_tokens``: the most tokens to answer with; ``follow_ups``: what the user says
+    next, each after the answer to the one before.
+    """
 
     id: str
     category: str
     messages: tuple[dict[str, str], ...] = ()
     text: str = ""
+    response: str | None = None
+    max_tokens: int | None = None
+    follow_ups: tuple[str, ...] = ()
 
     @property
     def input(self) -> str | list[dict[str, str]]:
@@ -31,22 +50,56 @@ class Prompt:
         return list(self.messages) or self.text
 
 
-def load_workload(path: str | PathLike[str]) -> tuple[Prompt, ...]:
-    """Return the prompts of a JSON-lines file (UTF-8).
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The prompts of a source, and of each that was left out where it is, what is wrong and what was expected."""
 
-    A line has ``messages`` or ``prompt``; ``id`` (default: the line number) and ``category`` (default: all)
-    are optional, other keys are ignored. Raises OptionError with the file, the line and what would work.
+    name: str
+    prompts: tuple[Prompt, ...]
+    bad: tuple[str, ...] = ()
+
+
+def read_workload(source: str | PathLike[str], *, skip_bad: bool = False) -> Workload:
+    """Return the prompts of a file of JSON lines or of one JSON array, of a folder, or of standard input (``-``).
+
+    All are UTF-8. In a folder every .txt and .md file, at any depth, is one plain prompt; the folder that it lies in
+    is its category. A line is one of these objects, whose other keys are ignored:
+
+    - ``messages`` or ``prompt``, with ``response`` and ``max_tokens`` or without
+    - ``turns``, as in Spec-Bench: the first is the prompt, the others are its follow-ups
+    - ``conversations``, as in ShareGPT
+    - ``body``, a request of an OpenAI batch
+
+    Where the assistant's message is the last it is the recorded response, and no part of the prompt. ``id``, else
+    ``question_id`` or ``custom_id`` (default: the line number), and ``category`` (default: all) are optional.
+
+    ``skip_bad`` leaves out bad lines, entries and files, and the later of two that have the same id. Raises OptionError
+    with where it is, what is wrong and what would work; also for a source that can't be read or has no prompts.
     """
+    path = os.fspath(source)
+    name = "standard input" if path == "-" else path
     try:
-        data = Path(path).read_bytes()
+        if path == "-":
+            if sys.stdin is None or sys.stdin.closed:
+                raise OSError(EBADF, "it is closed")
+            data = sys.stdin.buffer.read()
+        elif os.path.isdir(path):
+            return _gather(name, "file", _folder(Path(path)), skip_bad)
+        else:
+            data = Path(path).read_bytes()
     except OSError as error:
-        raise OptionError(f"workload {path}: can't be read ({error.strerror}); must be a file of JSON lines") from error
-    return _parse(data, str(path))
+        raise OptionError(f"workload {name}: can't be read ({error.strerror or error}); {_SOURCES}") from error
+    return _parse(name, data, skip_bad)
+
+
+def load_workload(path: str | PathLike[str], *, skip_bad: bool = False) -> tuple[Prompt, ...]:
+    """Return only the prompts that :func:`read_workload` finds. Raises what it raises."""
+    return read_workload(path, skip_bad=skip_bad).prompts
 
 
 def builtin_workload() -> tuple[Prompt, ...]:
     """Return the 24 built-in prompts: four of each of six categories, from open chat to near copies."""
-    return _parse(files("sakiyomi.bench").joinpath("builtin.jsonl").read_bytes(), "builtin.jsonl")
+    return _parse("builtin.jsonl", files("sakiyomi.bench").joinpath("builtin.jsonl").read_bytes()).prompts
 
 
 def select(
@@ -72,57 +125,168 @@ def select(
     return tuple(chosen)
 
 
-def _parse(data: bytes, name: str) -> tuple[Prompt, ...]:
+class _FormatError(ValueError):
+    """An entry of no known format: its message goes on with what they are."""
+
+
+def _gather(name: str, unit: str, entries: _Entries, skip_bad: bool) -> Workload:
+    """Read all entries, each of which is a ``unit``: a line, an entry or a file."""
     prompts: dict[str, Prompt] = {}
-    for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not raw.strip():
-            continue
+    places: dict[str, str] = {}
+    bad = []
+    for label, read in entries:
+        place = f"{unit} {label}"
         try:
-            prompt = _parse_line(raw, number)
-            if prompt.id in prompts:
-                raise ValueError(f"the id {prompt.id!r} is there twice; every id must be different")
+            prompt = read()
+            if first := places.get(prompt.id):
+                raise ValueError(f"the id {prompt.id!r} is there twice; every id must be different, and {first} has it")
         except ValueError as error:
-            raise OptionError(f"workload {name}, line {number}: {error}") from error
-        prompts[prompt.id] = prompt
+            wanted = f"; each {unit} {_FORMATS}" if isinstance(error, _FormatError) else ""
+            if not skip_bad:
+                raise OptionError(f"workload {name}, {place}: {error}{wanted}") from error
+            bad.append(f"{place}: {error}{wanted}")
+        else:
+            prompts[prompt.id], places[prompt.id] = prompt, place
     if not prompts:
-        raise OptionError(f"workload {name}: has no prompts; {_WANTED}")
-    return tuple(prompts.values())
+        why = f"the first of {len(bad)} bad ones is {bad[0]}" if bad else f"each {unit} {_FORMATS}"
+        raise OptionError(f"workload {name}: has no prompts; {why}")
+    return Workload(name, tuple(prompts.values()), tuple(bad))
 
 
-def _parse_line(raw: bytes, number: int) -> Prompt:
-    """Return the prompt of one line; ValueError says what is wrong and what would work."""
+def _folder(root: Path) -> _Entries:
+    def fail(error: OSError) -> NoReturn:  # else a folder that can't be read counts as empty
+        raise OSError(error.errno, f"{error.filename}: {error.strerror}")
+
+    paths = (Path(folder, name) for folder, _, names in os.walk(root, onerror=fail) for name in names)
+    found = {path.relative_to(root).as_posix(): path for path in paths if path.suffix.lower() in (".txt", ".md")}
+    if not found:
+        raise OSError(ENOENT, "a folder without .txt and .md files")
+    for name in sorted(found):
+        category = found[name].parent.name if "/" in name else "all"
+        yield repr(name), partial(_text_file, found[name], name, category)
+
+
+def _text_file(path: Path, name: str, category: str) -> Prompt:
     try:
-        line: Any = json.loads(raw.decode("utf-8"))
+        text = _decoded(path.read_bytes().removeprefix(b"\xef\xbb\xbf"))
+        name.encode("utf-8")
+    except OSError as error:
+        raise ValueError(f"can't be read ({error.strerror}); must be a text file") from error
+    except UnicodeEncodeError as error:
+        raise ValueError("its name is not UTF-8; rename it") from error
+    if not text.strip():
+        raise ValueError("is empty; must have the text of one prompt")
+    return Prompt(name, category, text=text)
+
+
+def _parse(name: str, data: bytes, skip_bad: bool = False) -> Workload:
+    """Return the prompts of JSON lines, or of one JSON array of what could be lines."""
+    data = data.removeprefix(b"\xef\xbb\xbf")
+    if not data.lstrip().startswith(b"["):
+        lines = ((number, raw) for number, raw in enumerate(data.split(b"\n"), start=1) if raw.strip())
+        entries: _Entries = ((number, partial(_entry, raw, number)) for number, raw in lines)
+        return _gather(name, "line", entries, skip_bad)
+    try:
+        values = _loaded(data)
+    except ValueError as error:
+        raise OptionError(f"workload {name}: begins with [, so must be one JSON array, but is {error}") from error
+    entries = ((number, partial(_entry, value, number)) for number, value in enumerate(values, start=1))
+    return _gather(name, "entry", entries, skip_bad)
+
+
+def _decoded(data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from error
-    except (ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise ValueError(f"not JSON ({reason}); {_WANTED}") from error
-    if not isinstance(line, dict):
-        raise ValueError(f"not a JSON object; {_WANTED}")
 
-    name, category = line.get("id", number), line.get("category", "all")
+
+def _loaded(data: bytes) -> Any:
+    text = _decoded(data)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f", line {error.lineno}" if b"\n" in data else ""
+        raise _FormatError(f"not JSON ({error.msg}{where})") from error
+    except (ValueError, RecursionError) as error:  # a number too long, or nested too deep
+        raise _FormatError(f"not JSON ({error})") from error
+
+
+def _entry(entry: Any, number: int) -> Prompt:
+    """Return the prompt of a line, or of a JSON value; ValueError says what is wrong and what would work."""
+    if isinstance(entry, bytes):
+        entry = _loaded(entry)
+    if not isinstance(entry, dict):
+        raise _FormatError("not a JSON object")
+    key = next((key for key in ("id", "question_id", "custom_id") if key in entry), "id")
+    name, category = entry.get(key, number), entry.get("category", "all")
     if isinstance(name, bool) or not isinstance(name, str | int) or name == "":
-        raise ValueError(f"id {name!r}: must be a text or a number")
+        raise ValueError(f"{key} {shortened(name)}: must be a text or a number")
     if not isinstance(category, str) or not category:
-        raise ValueError(f"category {category!r}: must be a text")
-    if "messages" in line:
-        return Prompt(_text(str(name), "id"), _text(category, "category"), _messages(line["messages"]))
-    if "prompt" in line:
-        text = _text(line["prompt"], "prompt")
-        return Prompt(_text(str(name), "id"), _text(category, "category"), text=text)
-    raise ValueError(f"has neither messages nor prompt; {_WANTED}")
+        raise ValueError(f"category {shortened(category)}: must be a text")
+
+    where = ""
+    if "body" in entry and entry.keys().isdisjoint(_READERS):  # an OpenAI batch
+        entry, where = entry["body"], "body."
+        if not isinstance(entry, dict) or entry.keys().isdisjoint(_READERS):
+            raise ValueError("body: must be an object with messages or prompt")
+    form = next((form for form in _READERS if form in entry), None)
+    if form is None:
+        raise _FormatError("has neither messages nor prompt")
+    fields = _READERS[form](entry[form], where + form)
+    if entry.get("response") is not None:
+        if "response" in fields:
+            raise ValueError(f"response: {form} ends with one, the assistant's; leave out one of them")
+        fields["response"] = _text(entry["response"], f"{where}response")
+    for limit in ("max_tokens", "max_completion_tokens"):  # OpenAI's old name and its new one, which wins
+        if entry.get(limit) is not None:
+            fields["max_tokens"] = _count(entry[limit], where + limit)
+    return Prompt(_text(str(name), key), _text(category, "category"), **fields)
 
 
-def _messages(value: Any) -> tuple[dict[str, str], ...]:
+def _spec_bench(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, list) or not value:
-        raise ValueError(f"messages: must be a list with at least one message; {_WANTED}")
+        raise ValueError(f"{where}: must be a list with at least one text")
+    first, *others = (_text(turn, f"{where}[{i}]") for i, turn in enumerate(value))
+    return {"messages": ({"role": "user", "content": first},), "follow_ups": tuple(others)}
+
+
+def _chat(value: Any, where: str, speaker: str = "role", said: str = "content") -> dict[str, Any]:
+    """Return the messages, and as the response the assistant's where that is the last: no prompt ends with it."""
+    if not isinstance(value, list) or not value:
+        raise _FormatError(f"{where}: must be a list with at least one message")
     messages = []
     for i, message in enumerate(value):
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise ValueError(f"messages[{i}]: must be an object with role and content; {_WANTED}")
-        messages.append({key: _text(message[key], f"messages[{i}].{key}") for key in ("role", "content")})
-    return tuple(messages)
+        here = f"{where}[{i}]"
+        if not isinstance(message, dict) or not {speaker, said} <= message.keys():
+            raise _FormatError(f"{here}: must be an object with {speaker} and {said}")
+        role = _text(message[speaker], f"{here}.{speaker}")
+        if speaker == "from":
+            if role not in _SPEAKERS:
+                raise ValueError(f"{here}.{speaker} {shortened(role)}: must be one of {', '.join(_SPEAKERS)}")
+            role = _SPEAKERS[role]
+        elif role in ("tool", "function"):
+            raise ValueError(f"{here}.{speaker} {role!r}: must be system, user or assistant")
+        messages.append({"role": role, "content": _content(message[said], f"{here}.{said}")})
+    if messages[-1]["role"] != "assistant":
+        return {"messages": tuple(messages)}
+    *before, last = messages
+    if not before or before[-1]["role"] == "assistant":
+        raise ValueError(f"{where}: must have a message of the user before the assistant's last")
+    return {"messages": tuple(before), "response": last["content"]}
+
+
+def _content(value: Any, where: str) -> str:
+    """Return the text of a message, which OpenAI also has in parts."""
+    if not isinstance(value, list):
+        return _text(value, where)
+    texts = []
+    for i, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise ValueError(f'{where}[{i}]: type {shortened(kind)}; must be {{"type": "text", "text": "..."}}')
+        texts.append(_text(part.get("text"), f"{where}[{i}].text"))
+    return _text("".join(texts), where)
 
 
 def _text(value: Any, what: str) -> str:
@@ -133,3 +297,18 @@ def _text(value: Any, what: str) -> str:
     except UnicodeEncodeError as error:  # half of a surrogate pair, which no tokenizer can take
         raise ValueError(f"{what}: has half a \\u escape pair; write the character itself") from error
     return value
+
+
+def _count(value: Any, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{what} {shortened(value)}: must be a whole number from 1 on")
+    return value
+
+
+# By the key that tells a format: what returns the fields of a prompt. The first of them that an object has counts.
+_READERS: dict[str, Callable[[Any, str], dict[str, Any]]] = {
+    "messages": _chat,
+    "prompt": lambda value, where: {"text": _text(value, where)},
+    "turns": _spec_bench,
+    "conversations": partial(_chat, speaker="from", said="value"),  # ShareGPT
+}

@@ -136,6 +136,8 @@ class BlockModel:
 class BlockDrafter(StateDrafter):
     """Drafts with a block model, as a tree; see :class:`~sakiyomi.drafters.trained.StateDrafter`."""
 
+    prefixes = None  # what is drafted depends on how much is
+
     def __init__(
         self,
         model: BlockModel,

@@ -180,6 +180,7 @@ class ModelDrafter(DraftModel):
     """
 
     way = "same"
+    prefixes = True
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ class NgramDrafter:
     name = "ngram"
     costs = None
     samples = False
+    prefixes = True
 
     def __init__(self, *, max_ngram: int = 4, min_ngram: int = 1, reference: Sequence[int] = ()) -> None:
         if not 1 <= min_ngram <= max_ngram:

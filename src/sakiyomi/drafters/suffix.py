@@ -37,6 +37,7 @@ class SuffixDrafter:
     name = "suffix"
     costs = None
     samples = False
+    prefixes = False
 
     def __init__(
         self,

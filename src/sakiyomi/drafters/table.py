@@ -383,6 +383,7 @@ class TableDrafter:
     name = "table"
     costs = None
     samples = False
+    prefixes = True
 
     def __init__(
         self, table: Table, *, max_nodes: int = 16, min_survival: float = 0.03, vocab_size: int | None = None

@@ -320,6 +320,7 @@ class TreeDrafter:
     """
 
     samples = False
+    prefixes: bool | None = True
 
     def __init__(
         self,

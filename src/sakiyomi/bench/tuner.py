@@ -1,0 +1,499 @@
+"""Tuning by replay: which drafters, and how far to read ahead, on these prompts; "not at all" among the answers.
+
+Each prompt is answered once by plain decoding. Along these answers every candidate is replayed, which tells exactly
+what of its drafts would stand, and with the measured costs of the target about how fast it would be. The best few are
+then measured live against plain decoding, paired and interleaved: only what was measured is recommended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from sakiyomi import drafters
+from sakiyomi.bench.journal import Journal
+from sakiyomi.bench.replay import ChainReplay, PolicyReplay, Recording, Timing, needed_layers, record
+from sakiyomi.bench.runner import PLAIN, BenchResult, Candidate, Progress, Skipped, limited, run_benchmark
+from sakiyomi.bench.workload import Prompt
+from sakiyomi.costs import CostTable, ModelCosts, measure
+from sakiyomi.errors import OptionError, PromptError
+from sakiyomi.interfaces import Verification
+from sakiyomi.sampling import SamplingParams
+from sakiyomi.stats import Stats, speedup
+
+if TYPE_CHECKING:
+    from sakiyomi.llm import LLM
+
+LIMIT = 0.1  # an error of a prediction beyond which it is said, and more is measured
+LEAST_PROMPTS = 3  # to say anything of a workload that has more
+_COSTLY_LENGTHS = 8  # drafters with a model, each token of which takes time, are replayed up to here unless named
+_RECORDING, _LIVE, _BATCHES = 0.45, 0.95, 0.8  # when to go on to the next: shares of the time
+_BATCHED_PROMPTS = 64
+_SAMPLES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to tune over, and for how long.
+
+    ``drafters``: candidates, named as elsewhere; none for all that there are for the model. ``lengths``: numbers of
+    draft tokens, None among them for as many as pay. ``verifications``: methods; others than coupled are measured
+    where the target samples. ``seconds``: about how long all may take. ``confirm``: how many candidates are measured
+    live. ``batch_sizes``: answers at a time at which the best is measured too. ``seed``: of orders and intervals.
+    Raises OptionError.
+    """
+
+    drafters: tuple[str, ...] = ()
+    lengths: tuple[int | None, ...] = (*range(1, 17), None)
+    verifications: tuple[Verification, ...] = ("coupled",)
+    seconds: float = 180.0
+    confirm: int = 2
+    batch_sizes: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.lengths or any(each is not None and each < 1 for each in self.lengths):
+            raise OptionError(f"lengths={list(self.lengths)}: must be numbers from 1 on, or None (as many as pay)")
+        if not self.seconds > 0:
+            raise OptionError(f"seconds={self.seconds}: must be above 0")
+        if self.confirm < 1:
+            raise OptionError(f"confirm={self.confirm}: must be at least 1; only what was measured is recommended")
+        if any(each < 2 for each in self.batch_sizes):
+            raise OptionError(f"batch_sizes={list(self.batch_sizes)}: must be from 2 on; single answers are a must")
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A prompt and its answer. ``expected``: it had a recorded response; ``matches``: the target gave just that."""
+
+    prompt: Prompt
+    prompt_tokens: int
+    token_ids: tuple[int, ...]
+    expected: bool
+    matches: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Seconds that groups of ``batch_size`` prompts took together, plain and with the candidate, and their tokens."""
+
+    batch_size: int
+    case: str
+    groups: tuple[tuple[float, int, float, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """An answer of a candidate: the text of each token, and the drafter of those that were drafted."""
+
+    prompt: Prompt
+    case: str
+    tokens: tuple[tuple[str, str | None], ...]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What a tuning found.
+
+    ``answered``: prompts that were replayed. ``predicted``: of each candidate by name, and of plain decoding, the
+    replayed rounds by prompt id, with predicted times. ``live``: what was measured; None where time was too short.
+    ``drafted_by``: the drafters of each spec, by name. ``costs``: of the target as measured now. ``seconds``: that each
+    part took. ``left_out``: prompts that there was no time to answer. ``failed``: candidates that couldn't be replayed,
+    and why.
+    """
+
+    prompts: tuple[Prompt, ...]
+    answered: tuple[Answered, ...]
+    skipped: tuple[Skipped, ...]
+    left_out: int
+    candidates: tuple[Candidate, ...]
+    predicted: Mapping[str, Mapping[str, Stats]]
+    live: BenchResult | None
+    batches: tuple[Batch, ...]
+    samples: tuple[Sample, ...]
+    costs: CostTable
+    speed: float
+    seconds: Mapping[str, float]
+    params: SamplingParams
+    options: Options
+    out_of_time: bool
+    resumed: bool = False
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+    def predicted_speedup(self, case: str, ids: Sequence[str] | None = None) -> float | None:
+        """Return plain TPOT / TPOT as predicted, over these prompts (None: all)."""
+        chosen = [each.prompt.id for each in self.answered] if ids is None else ids
+        plain = [self.predicted[PLAIN][each] for each in chosen if each in self.predicted.get(case, {})]
+        if not plain:
+            return None
+        return speedup(Stats.merge(plain), Stats.merge(self.predicted[case][each] for each in chosen))
+
+    def best(self, spec: str, *, adaptive: bool = True) -> Candidate | None:
+        """Return the candidate of these drafters that is predicted to be fastest; without ``adaptive`` of chains."""
+        return max(
+            (
+                each
+                for each in self.candidates
+                if each.drafter == spec
+                and (adaptive or each.num_speculative_tokens)
+                and self.predicted_speedup(each.name) is not None
+            ),
+            key=lambda each: self.predicted_speedup(each.name) or 0.0,
+            default=None,
+        )
+
+
+def specs(llm: LLM) -> tuple[str, ...]:
+    """Return the drafters to consider for a model: each alone, all that "auto" joins, and these without one."""
+    auto = drafters.parse(drafters.AUTO, llm.given)
+    without = itertools.combinations(auto, len(auto) - 1) if len(auto) > 2 else ()
+    others = (name for name in drafters.DRAFTERS if name != "suffix" or name in auto)  # it needs the compiled core
+    alone = ((name,) for name in dict.fromkeys((*auto, *others)))
+    return tuple(dict.fromkeys("+".join(names) for names in (auto, *without, *alone)))
+
+
+def tune(
+    llm: LLM,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | None = None,
+    options: Options | None = None,
+    *,
+    journal: Journal | None = None,
+    progress: Progress | None = None,
+) -> Tuning:
+    """Find the setting that is fastest on these prompts.
+
+    Prompts of all categories come in turns, so that each has its share where time is short. An interrupt (Ctrl-C) is
+    raised; what was found by then is in the ``journal``, and a call with the same goes on from there. Raises
+    OptionError for options that can't work, PromptError if no prompt can be answered.
+    """
+    options, params, journal = options or Options(), params or SamplingParams(), journal or Journal(None, {})
+    return _Tuner(llm, prompts, params, options, journal, progress or (lambda done, total, what: None)).run()
+
+
+class _Tuner:
+    def __init__(
+        self,
+        llm: LLM,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        options: Options,
+        journal: Journal,
+        progress: Progress,
+    ) -> None:
+        if not prompts:
+            raise OptionError("prompts=(): must be at least one prompt")
+        self._llm, self._params, self._options = llm, params, options
+        self._prompts = _in_turns(prompts)
+        self._journal, self._report = journal, progress
+        self._began = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+        self._skipped: list[Skipped] = []
+        self._left_out = 0
+
+    def run(self) -> Tuning:
+        self._report(0, 1, "measuring the model")
+        resumed = self._journal.resumed
+        replays = _Replays(self._llm, self._options, ModelCosts(measure(self._llm.target)))
+        answered = self._answer(replays)
+        tuning = Tuning(
+            prompts=tuple(self._prompts),
+            answered=tuple(answered),
+            skipped=tuple(self._skipped),
+            left_out=self._left_out,
+            candidates=replays.candidates,
+            predicted=replays.found,
+            live=None,
+            batches=(),
+            samples=(),
+            costs=replays.costs.table,
+            speed=replays.costs.seconds(1, 0) / ModelCosts(replays.costs.table).seconds(1, 0),
+            seconds=self._seconds,
+            params=self._params,
+            options=self._options,
+            out_of_time=False,
+            resumed=resumed,
+            failed=replays.failed,
+        )
+        chosen = self._finalists(tuning)
+        live = self._confirm(tuning, chosen)
+        tuning = replace(tuning, live=live)
+        best = _fastest(live) if live else None
+        if best is not None:
+            tuning = replace(tuning, batches=self._batches(tuning, best), samples=self._samples(tuning, best))
+        return replace(tuning, out_of_time=self._is_over(_LIVE))
+
+    def _is_over(self, share: float) -> bool:
+        return time.perf_counter() - self._began > share * self._options.seconds
+
+    def _answer(self, replays: _Replays) -> list[Answered]:
+        """Answer prompt after prompt, and replay all candidates along each answer."""
+        waiting = deque(self._prompts)
+        answered: list[Answered] = []
+        known = self._journal.answers
+        total = len(waiting)
+        while waiting:
+            prompt = waiting.popleft()
+            self._report(total - len(waiting) - 1, total, f"answering and replaying {prompt.id}")
+            began = time.perf_counter()
+            try:
+                recording, matches = self._recorded(prompt, replays.layers)
+            except PromptError as error:
+                self._skipped.append(Skipped(prompt.id, str(error)))
+                continue
+            if prompt.id not in known:
+                self._journal.answer(prompt.id, recording.tokens)
+            replayed = time.perf_counter()
+            replays.add(prompt.id, recording)
+            self._took("plain", replayed - began)
+            self._took("replay", time.perf_counter() - replayed)
+            answered.append(
+                Answered(prompt, len(recording.prompt), recording.tokens, prompt.response is not None, matches)
+            )
+            if prompt.follow_ups:
+                waiting.appendleft(_follow_up(prompt, self._llm.tokenizer.decode(recording.tokens)))
+                total += 1
+            if self._is_over(_RECORDING):
+                break
+        self._left_out = sum(each in self._prompts for each in waiting)
+        if not answered:
+            raise PromptError(f"no prompt can be answered; the first: {self._skipped[0].reason}")
+        return answered
+
+    def _recorded(self, prompt: Prompt, layers: frozenset[int]) -> tuple[Recording, bool]:
+        known = self._journal.answers.get(prompt.id)
+        recorded = None
+        if prompt.response is not None:
+            recorded = tuple(self._llm.tokenizer.encode(prompt.response, special=False))
+        params = limited(self._params, prompt)
+        recording = record(self._llm, prompt.input, params, layers=layers, expected=known or recorded or ())
+        length = min(len(recorded or ()), len(recording.tokens))
+        return recording, recorded is not None and recorded[:length] == recording.tokens[:length]
+
+    def _took(self, part: str, seconds: float) -> None:
+        self._seconds[part] = self._seconds.get(part, 0.0) + seconds
+
+    def _finalists(self, tuning: Tuning) -> list[Candidate]:
+        """Return the candidates to measure: the best of each of the best drafters, and of these other verifications."""
+        names = dict.fromkeys(each.drafter for each in tuning.candidates)
+        found = [each for spec in names if (each := tuning.best(spec))]
+        found.sort(key=lambda each: tuning.predicted_speedup(each.name) or 0.0, reverse=True)
+        chosen = found[: self._options.confirm]
+        if self._params.temperature > 0:
+            # Where they write other texts there is nothing to replay.
+            made = {each: self._llm.speculation(each.drafter, 1).drafters for each in found}
+            sampling = [each for each in found if any(drafter.samples for drafter in made[each])]
+            for way in self._options.verifications:
+                chosen += [replace(each, verification=way) for each in sampling[:1] if way != "coupled"]
+        return chosen
+
+    def _confirm(self, tuning: Tuning, chosen: Sequence[Candidate]) -> BenchResult | None:
+        """Measure candidates live; again where predictions were far off, if there is time."""
+        prompts = [each.prompt for each in tuning.answered]
+        until = _BATCHES if self._options.batch_sizes else _LIVE
+        began = time.perf_counter()
+        names = {PLAIN, *(each.name for each in chosen)}
+        known = [each for each in self._journal.measurements if each.case in names]
+        complete = {
+            key
+            for key, group in itertools.groupby(known, key=lambda each: (each.prompt_id, each.repeat))
+            if {each.case for each in group} == names
+        }
+        known = [each for each in known if (each.prompt_id, each.repeat) in complete]
+        result: BenchResult | None = None
+        for repeats in (1, 2):
+            result = run_benchmark(
+                self._llm,
+                prompts,
+                chosen,
+                self._params,
+                repeats=repeats,
+                seed=self._options.seed,
+                progress=lambda done, total, what: self._report(done, total, f"measuring {what}"),
+                known=result.measurements if result else known,
+                save=self._journal.measured,
+                enough=lambda: self._is_over(until),
+            )
+            if result.partial:
+                raise KeyboardInterrupt
+            worst = max((abs(each) for each in prediction_errors(tuning, result).values()), default=0.0)
+            if worst <= LIMIT or self._is_over(until):
+                break
+        self._took("live", time.perf_counter() - began)
+        return result
+
+    def _batches(self, tuning: Tuning, best: Candidate) -> tuple[Batch, ...]:
+        """Measure the best candidate with several answers at a time."""
+        prompts = [each.prompt for each in tuning.answered][:_BATCHED_PROMPTS]
+        found = []
+        began = time.perf_counter()
+        for size in self._options.batch_sizes:
+            setting = self._llm.speculation(best.drafter, best.num_speculative_tokens, best.verification)
+            groups: list[tuple[float, int, float, int]] = []
+            pieces = [prompts[i : i + size] for i in range(0, len(prompts) - size + 1, size)]
+            for number, piece in enumerate(pieces):
+                self._report(number, len(pieces), f"measuring {size} answers at a time")
+                sides: dict[bool, tuple[float, int]] = {}
+                for drafted in (True, False) if number % 2 else (False, True):
+                    at = time.perf_counter()
+                    outputs = self._llm.generate(
+                        [each.input for each in piece],
+                        [limited(self._params, each) for each in piece],
+                        **({"speculation": setting} if drafted else {"drafter": None}),
+                        batch_size=size,
+                    )
+                    sides[drafted] = time.perf_counter() - at, sum(len(each.token_ids) for each in outputs)
+                groups.append((*sides[False], *sides[True]))
+                if self._is_over(_LIVE) and number:
+                    break
+            if groups:
+                found.append(Batch(size, best.name, tuple(groups)))
+        self._took("batches", time.perf_counter() - began)
+        return tuple(found)
+
+    def _samples(self, tuning: Tuning, best: Candidate) -> tuple[Sample, ...]:
+        """Answer the first prompt of some categories again, to show which tokens were drafted."""
+        setting = self._llm.speculation(best.drafter, best.num_speculative_tokens, best.verification)
+        first = {each.prompt.category: each.prompt for each in reversed(tuning.answered)}
+        samples = []
+        for prompt in list(first.values())[-_SAMPLES:]:
+            chunks = self._llm.stream(prompt.input, limited(self._params, prompt), speculation=setting)
+            tokens = [(token.text, token.drafter) for chunk in chunks for token in chunk.tokens]
+            samples.append(Sample(prompt, best.name, tuple(tokens)))
+        return tuple(reversed(samples))
+
+
+def prediction_errors(tuning: Tuning, live: BenchResult) -> dict[str, float]:
+    """Return predicted / measured speed-up - 1 of every candidate that was measured, on the same prompts."""
+    errors = {}
+    for case, pairs in paired(live).items():
+        measured = speedup(Stats.merge(p for p, _ in pairs.values()), Stats.merge(s for _, s in pairs.values()))
+        predicted = tuning.predicted_speedup(case, list(pairs)) if case in tuning.predicted else None
+        if measured and predicted:
+            errors[case] = predicted / measured - 1
+    return errors
+
+
+def paired(live: BenchResult) -> dict[str, dict[str, tuple[Stats, Stats]]]:
+    """Return for every candidate, by prompt id, (plain, candidate): repeats are pooled, incomplete ones left out."""
+    cases = [each.name for each in live.candidates]
+    blocks: dict[tuple[str, int], dict[str, Stats]] = {}
+    for each in live.measurements:
+        blocks.setdefault((each.prompt_id, each.repeat), {})[each.case] = each.stats
+    prompts: dict[str, list[dict[str, Stats]]] = {}
+    for (prompt_id, _), block in blocks.items():
+        if len(block) == len(cases) + 1:
+            prompts.setdefault(prompt_id, []).append(block)
+    return {
+        case: {
+            prompt_id: (Stats.merge(each[PLAIN] for each in many), Stats.merge(each[case] for each in many))
+            for prompt_id, many in prompts.items()
+        }
+        for case in cases
+    }
+
+
+def _fastest(live: BenchResult) -> Candidate | None:
+    speeds = {
+        case: speedup(Stats.merge(p for p, _ in pairs.values()), Stats.merge(s for _, s in pairs.values())) or 0.0
+        for case, pairs in paired(live).items()
+        if pairs
+    }
+    return max(live.candidates, key=lambda each: speeds[each.name], default=None) if speeds else None
+
+
+class _Replays:
+    """All candidates, each with what it remembers, along answer after answer."""
+
+    def __init__(self, llm: LLM, options: Options, costs: ModelCosts) -> None:
+        self._llm = llm
+        self.costs = costs
+        self._timing = Timing(costs)
+        self._plain = PolicyReplay([], None)
+        self._rest_s, self._rest_tokens = 0.0, 0  # of plain rounds as they really were, besides target and drafter
+        self._own_s, self._own_rounds = 0.0, 0  # of replayed ones
+        self.found: dict[str, dict[str, Stats]] = {PLAIN: {}}
+        self.failed: dict[str, str] = {}
+        self._chains: list[tuple[str, ChainReplay]] = []
+        self._policies: list[tuple[Candidate, PolicyReplay]] = []
+        lengths = sorted(each for each in options.lengths if each is not None)
+        candidates: list[Candidate] = []
+        layers: frozenset[int] = frozenset()
+        for spec in dict.fromkeys(options.drafters or specs(llm)):
+            own = lengths
+            made = llm.speculation(spec, lengths[0] if lengths else None).drafters
+            if not options.drafters and any(each.costs is not None for each in made):
+                own = [each for each in lengths if each <= _COSTLY_LENGTHS]
+            layers |= needed_layers(made)
+            if own and all(getattr(each, "prefixes", None) is not None for each in made):
+                self._chains.append((spec, ChainReplay(made, own)))
+                candidates += [Candidate(spec, length) for length in own]
+                own = []
+            for length in [*own, *([None] if None in options.lengths else [])]:
+                setting = llm.speculation(spec, length)
+                candidate = Candidate(spec, length)
+                candidates.append(candidate)
+                self._policies.append((candidate, PolicyReplay(setting.drafters, setting.policy)))
+        if not candidates:
+            raise OptionError("drafters: there is nothing to tune; name a drafter")
+        self.layers = layers
+        self.candidates = tuple(candidates)
+        for each in candidates:
+            self.found[each.name] = {}
+
+    def add(self, prompt_id: str, recording: Recording) -> None:
+        """Replay all along an answer."""
+        self._calibrate(recording)
+        plain = self._plain
+        plain.timing = self._timing
+        self.found[PLAIN][prompt_id] = plain.add(recording)
+        for spec, chains in self._chains:
+            chains.timing = self._timing
+            for length, stats in chains.add(recording).items():
+                self._take(Candidate(spec, length), prompt_id, stats)
+        for candidate, policy in self._policies:
+            policy.timing = self._timing
+            self._take(candidate, prompt_id, policy.add(recording))
+
+    def _take(self, candidate: Candidate, prompt_id: str, stats: Stats) -> None:
+        self.found[candidate.name][prompt_id] = stats
+        for error in stats.errors:
+            self.failed.setdefault(candidate.name, error)
+
+    def _calibrate(self, recording: Recording) -> None:
+        """Learn from the rounds that wrote an answer how fast the machine is now, and what a round takes besides."""
+        for each in recording.stats.records[1:]:  # the first one reads the prompt
+            if not each.drafted:
+                self.costs.observe(each.rows, each.context, each.target_s)
+                self._rest_s += each.total_s - each.target_s - each.draft_s
+                self._rest_tokens += each.emitted
+        replayed = PolicyReplay([], None).add(recording)
+        self._own_s += sum(each.total_s - each.target_s - each.draft_s for each in replayed.records)
+        self._own_rounds += len(replayed.records)
+        round_s = self._own_s / self._own_rounds
+        token_s = max(0.0, self._rest_s / self._rest_tokens - round_s) if self._rest_tokens else 0.0
+        self._timing = Timing(self.costs, round_s, token_s)
+
+
+def _in_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return prompts so that categories come in turns."""
+    groups: dict[str, list[Prompt]] = {}
+    for each in prompts:
+        groups.setdefault(each.category, []).append(each)
+    turns: Iterator[tuple[Prompt | None, ...]] = itertools.zip_longest(*groups.values())
+    return [each for turn in turns for each in turn if each is not None]
+
+
+def _follow_up(prompt: Prompt, answer: str) -> Prompt:
+    """Return what the user says next, after an answer."""
+    first, _, number = prompt.id.rpartition("/turn ")
+    name = f"{first}/turn {int(number) + 1}" if first else f"{prompt.id}/turn 2"
+    messages = prompt.messages or ({"role": "user", "content": prompt.text},)
+    said = ({"role": "assistant", "content": answer}, {"role": "user", "content": prompt.follow_ups[0]})
+    return replace(
+        prompt, id=name, messages=(*messages, *said), text="", response=None, follow_ups=prompt.follow_ups[1:]
+    )
