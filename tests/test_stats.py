@@ -87,6 +87,7 @@ def test_per_position_acceptance_is_conditional_on_reaching_the_position() -> No
     # Position 3: reached by that one, which drafted no deeper than 2 -> nothing reached it.
     stats = Stats((record(3, 0), record(3, 1), record(2, 2)), ttft_s=0.0, total_s=1.0)
     assert stats.per_position_acceptance == (2 / 3, 1 / 2)
+    assert stats.per_position_reached == (3, 2)
 
 
 def test_a_tree_reaches_as_deep_as_its_longest_path() -> None:

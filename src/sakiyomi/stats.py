@@ -119,6 +119,12 @@ class Stats:
         return tuple(accepted[i] / reached[i] for i in sorted(reached))
 
     @property
+    def per_position_reached(self) -> tuple[int, ...]:
+        """In how many rounds a draft reached i, for i = 1, 2, ...: how much its acceptance says."""
+        reached, _ = self._positions
+        return tuple(reached[i] for i in sorted(reached))
+
+    @property
     def alpha(self) -> float | None:
         """Accepted at any position / reached: how likely a draft token stands whose predecessors stood.
 

@@ -47,7 +47,7 @@ def as_dict(
         "command": command,
         "machine": dict(facts),
         "params": params,
-        "partial": tuning.out_of_time,
+        "partial": tuning.left_out > 0 or len(pairs) < len(tuning.answered),
         "seconds": dict(tuning.seconds),
         "workload": {
             "name": workload,
@@ -235,6 +235,7 @@ def _of_drafts(stats: Stats) -> dict[str, Any]:
         "tokens_per_target_call": stats.tokens_per_target_call,
         "acceptance_rate": stats.acceptance_rate,
         "per_position_acceptance": list(stats.per_position_acceptance),
+        "per_position_reached": list(stats.per_position_reached),
         "mean_drafted": stats.mean_drafted,
     }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import itertools
 import json
 import math
 import statistics
@@ -28,6 +29,9 @@ Result = Mapping[str, Any]
 MISSING = "–"
 LOST_PROMPTS = 50
 """So many prompts where drafting lost are listed at most."""
+
+LEAST_REACHED = 10
+"""Acceptance at a position that fewer rounds reached is mostly chance, and not shown."""
 
 VERDICTS = {"faster": "▲ faster", "slower": "▼ slower", "unclear": "◆ unclear", "off": "■ off"}
 
@@ -372,7 +376,10 @@ def _acceptance_by_position(result: Result) -> Chart | None:
         if each.get("num_speculative_tokens") is None and _series(each) in best:
             continue
         for source in ("predicted", "measured"):
-            rates = (each.get(source) or {}).get("per_position_acceptance") or ()
+            found = each.get(source) or {}
+            reached = found.get("per_position_reached") or itertools.repeat(LEAST_REACHED)
+            rates = found.get("per_position_acceptance") or ()
+            rates = [rate for rate, rounds in zip(rates, reached, strict=False) if rounds >= LEAST_REACHED]
             if len(rates) > len(best.get(_series(each), ())):
                 best[_series(each)] = rates
     values = [
@@ -391,7 +398,8 @@ def _acceptance_by_position(result: Result) -> Chart | None:
         "acceptance-by-position",
         "Acceptance by position",
         "accepted at a position / reached it",
-        "How often the draft token at each position is accepted, of those that were reached, for each drafter.",
+        "How often the draft token at each position is accepted, of those that were reached, for each drafter. "
+        f"Positions that fewer than {LEAST_REACHED} rounds reached are left out.",
         paint.lines("lines", values) + paint.dots("acceptance", values),
     )
 

@@ -120,7 +120,6 @@ class Tuning:
     seconds: Mapping[str, float]
     params: SamplingParams
     options: Options
-    out_of_time: bool
     resumed: bool = False
     failed: Mapping[str, str] = field(default_factory=dict)
 
@@ -215,7 +214,6 @@ class _Tuner:
             seconds=self._seconds,
             params=self._params,
             options=self._options,
-            out_of_time=False,
             resumed=resumed,
             failed=replays.failed,
         )
@@ -225,7 +223,7 @@ class _Tuner:
         best = _fastest(live) if live else None
         if best is not None:
             tuning = replace(tuning, batches=self._batches(tuning, best), samples=self._samples(tuning, best))
-        return replace(tuning, out_of_time=self._is_over(_LIVE))
+        return tuning
 
     def _is_over(self, share: float) -> bool:
         return time.perf_counter() - self._began > share * self._options.seconds
