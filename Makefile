@@ -11,11 +11,11 @@ INSTALL := SAKIYOMI_REQUIRE_CORE=1 PATH="$(abspath $(BIN)):$$PATH" $(PIP) --no-b
 
 .PHONY: demo test check sanitize bench clean
 
-demo: $(CORE)  ## Answer a prompt on real weights, drafts in green; then plain against drafted, measured.
+demo: $(CORE)  ## Answer a prompt on real weights, drafts in green; then find out what pays on the built-in prompts.
 	$(BIN)/sakiyomi generate --show-drafts --stats -n 160 \
 	  "Copy this text, with every 'red' changed to 'grey': The red fox crossed the river. The red fox saw the moon over \
 	the river. The red fox went home before the moon was gone."
-	$(BIN)/sakiyomi bench --per-category 1 -n 96 -k 7 -k auto
+	$(BIN)/sakiyomi tune
 
 test: check  ## Every check: style, types, sanitizers, tests.
 	$(BIN)/python -m pytest

@@ -107,7 +107,7 @@ def test_help_prints_at_once_and_without_the_heavy_imports():
     import sys
     from typer.testing import CliRunner
     from sakiyomi import cli
-    for command in ([], ["generate"], ["bench"], ["verify"], ["check"], ["models"]):
+    for command in ([], ["generate"], ["bench"], ["verify"], ["check"], ["models"], ["tune"], ["plan"], ["train"]):
         for flag in ("--help", "-h"):
             result = CliRunner().invoke(cli.app, [*command, flag])
             assert result.exit_code == 0, result
@@ -127,6 +127,7 @@ def test_help_prints_at_once_and_without_the_heavy_imports():
             "--draft-model",
             "--reference",
             "--memory",
+            "--settings",
             "--top-p",
             "--weights",
             "--kernels",
@@ -148,6 +149,9 @@ def test_help_prints_at_once_and_without_the_heavy_imports():
         "verify": ["--workload", "--drafter", "--draft-model", "--temperature", "--seeds", "--json"],
         "check": ["target", "draft_model", "--weights", "--kernels", "--threads", "--json"],
         "models": ["--help"],
+        "tune": ["--workload", "--skip-bad", "--drafter", "--minutes", "--confirm", "--output", "--plots", "--json"],
+        "plan": ["--drafter", "--draft-model", "--memory", "--context", "--batch-size", "--json"],
+        "train": ["--prompts", "--kind", "--minutes", "--output", "--json"],
     }
     code = f"OPTIONS = {options}\n" + textwrap.dedent(code)
     environment = {**os.environ, "COLUMNS": "80"}  # not fewer, or rich shortens the names
@@ -158,7 +162,7 @@ def test_help_prints_at_once_and_without_the_heavy_imports():
 def test_help_names_the_drafters_of_the_registry(monkeypatch):
     assert sorted(DRAFTERS) == sorted(drafters.DRAFTERS)
     monkeypatch.setenv("COLUMNS", "200")
-    for command in ("generate", "bench", "verify"):
+    for command in ("generate", "bench", "verify", "tune"):
         shown = " ".join(run(cli.app, [command, "--help"]).stdout.split())
         assert all(f"{name}, " in shown for name in (*drafters.DRAFTERS, drafters.MODEL + " (--draft-model)"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -716,6 +717,22 @@ def test_report_and_plots_are_written(run):
         == json.loads(Path("sakiyomi-tune/result.json").read_text())["recommendation"]
     )
     assert {each.suffix for each in Path("plots").iterdir()} == {".svg", ".png"}
+
+
+@pytest.mark.model
+def test_the_snippets_of_the_documentation_run(capsys, tmp_path):
+    text = (Path(__file__).parent.parent / "docs" / "tuning.md").read_text(encoding="utf-8")
+    load, evaluate = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(evaluate, "tuning.md", "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) == 8
+    path = tmp_path / "settings.toml"
+    Settings("smollm2-135m", "ngram").save(path, {})
+    names = {"my-model": "smollm2-135m", "sakiyomi-tune/settings.toml": str(path)}
+    for name, other in names.items():
+        assert name in load
+        load = load.replace(name, other)
+    exec(compile("import sakiyomi\n" + load, "tuning.md", "exec"), found := {})
+    assert found["llm"].drafter == "ngram"
 
 
 @pytest.mark.model

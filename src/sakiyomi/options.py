@@ -24,8 +24,12 @@ Model = Annotated[
     ),
 ]
 Workload = Annotated[
-    Path | None,
-    typer.Option(help='JSON lines, each {"messages": [...]} or {"prompt": "..."}. Default: 24 built-in prompts.'),
+    str | None,
+    typer.Option(
+        metavar="FILE|FOLDER|-",
+        help="Your prompts: JSON lines with messages, prompt or turns (an OpenAI batch file or a chat export will do), "
+        "a folder of text files, or - for standard input. Default: 24 built-in prompts.",
+    ),
 ]
 Category = Annotated[list[str] | None, typer.Option(help="Only this category. Can be repeated.")]
 PerCategory = Annotated[int | None, typer.Option(help="At most this many prompts of each category.")]

@@ -30,6 +30,7 @@ from sakiyomi.options import (
     TopP,
     Trained,
     Weights,
+    Workload,
     draft_length,
     drafter_names,
     load_llm,
@@ -50,14 +51,7 @@ _LONGEST = 64  # draft tokens in a row
 
 def tune(
     model: Annotated[str, typer.Argument(help="The model, named as --model is elsewhere.")] = "smollm2-135m",
-    workload: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|FOLDER|-",
-            help="Your prompts: JSON lines with messages, prompt or turns (an OpenAI batch file or a chat export will "
-            "do), a folder of text files, or - for standard input. Default: 24 built-in prompts.",
-        ),
-    ] = None,
+    workload: Workload = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave out lines that can't be used.")] = False,
     category: Category = None,
     per_category: PerCategory = None,
