@@ -127,6 +127,15 @@ def test_a_sample_says_which_tokens_were_drafted(llm):
         assert {drafter for _, drafter in sample.tokens} == {None, "model"}
 
 
+def test_speed_by_context_is_of_all_rounds_but_the_first(llm):
+    tuning = tune(llm, prompts(2), PARAMS, quick(drafters=("ngram",), lengths=(2,), contexts=(25, 30)))
+    (candidate,) = told(tuning)["candidates"]
+    rows = candidate["measured"]["by_context"]
+    assert [(each["from"], each["to"]) for each in rows] == [(0, 25), (25, 30), (30, None)]
+    live = [each.stats for each in tuning.live.measurements if each.case != PLAIN]
+    assert sum(each["tokens"] for each in rows) == sum(each.tokens - each.records[0].emitted for each in live)
+
+
 def test_batches_are_measured_where_asked(llm):
     tuning = tune(llm, prompts(5), PARAMS, quick(batch_sizes=(2, 9)))
     (batch,) = tuning.batches  # nine prompts there aren't
@@ -305,6 +314,8 @@ def test_categories_come_in_turns(llm):
         ({"seconds": math.nan}, "seconds=nan"),
         ({"confirm": 0}, "confirm=0: must be at least 1"),
         ({"batch_sizes": (1,)}, "batch_sizes="),
+        ({"contexts": (5, 5)}, r"contexts=\[5, 5\]: must be tokens from 1 on, ascending"),
+        ({"contexts": (0, 5)}, "contexts="),
     ],
 )
 def test_wrong_options(changes, message):
@@ -672,6 +683,8 @@ def test_ctrl_c_keeps_what_there_is(run, monkeypatch):
         ("--verification some -t 1", "verification='some': must be one of"),
         ("--confirm 0", "confirm=0: must be at least 1"),
         ("--batch-size 1", "batch_sizes=[1]: must be from 2 on"),
+        ("--context 1,x", "--context 1,x: must be numbers with commas, like 256,1024"),
+        ("--context 9,3", "contexts=[9, 3]: must be tokens from 1 on, ascending"),
         ("--output prompts.jsonl", "--output prompts.jsonl: can't be made"),
         ("--category none", "category 'none': not in this workload"),
         ("-n 0", "max_new_tokens=0"),

@@ -86,6 +86,13 @@ def tune(
         list[int] | None,
         typer.Option(help="Measure the best with so many answers at a time too. Can be repeated."),
     ] = None,
+    context: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS,...",
+            help="Where rows of the speed-up by context begin. Default: 256,512,1024,... 16384.",
+        ),
+    ] = None,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     top_k: TopK = None,
@@ -152,6 +159,7 @@ def tune(
         confirm=confirm,
         batch_sizes=tuple(dict.fromkeys(batch_size or ())),
         seed=seed,
+        **({} if context is None else {"contexts": _contexts(context)}),
     )
     if "none" in options.drafters:
         raise OptionError("--drafter none: plain decoding is always considered; leave it out")
@@ -242,6 +250,16 @@ def _lengths(texts: Sequence[str]) -> tuple[int | None, ...]:
         else:
             found.update(dict.fromkeys(range(low, high + 1)))
     return tuple(found)
+
+
+def _contexts(text: str) -> tuple[int, ...]:
+    """Return bounds of contexts. Raises OptionError."""
+    from sakiyomi.errors import OptionError
+
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise OptionError(f"--context {text}: must be numbers with commas, like 256,1024") from None
 
 
 def _check_folder(folder: Path) -> None:

@@ -13,7 +13,6 @@ from sakiyomi.interfaces import RoundRecord
 from sakiyomi.stats import Interval, Stats, ratio, ratio_interval, speedup, speedup_interval
 
 VERSION = 1
-_CONTEXTS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _BATCHES = (1, 2, 4, 8, 16, 32)
 _SHORT = 16  # tokens; of a shorter answer hardly more than the first chunk is left
 
@@ -270,7 +269,8 @@ def _plain(pairs: Pairs) -> dict[str, Any]:
 def _by_context(tuning: Tuning, pairs: Pairs) -> list[dict[str, Any]]:
     """Return the speed-up by tokens of context: of rounds, but for the first of each answer, which reads the prompt."""
     found = []
-    for low, high in zip(_CONTEXTS, (*_CONTEXTS[1:], None), strict=True):
+    bounds = (0, *tuning.options.contexts)
+    for low, high in zip(bounds, (*bounds[1:], None), strict=True):
         rows = []
         for plain, drafted in pairs.values():
             sides = [
@@ -294,7 +294,7 @@ def _later_rounds(stats: Stats) -> list[RoundRecord]:
 def _costs(tuning: Tuning) -> dict[str, Any]:
     costs = ModelCosts(tuning.costs)
     longest = max((each.prompt_tokens + len(each.token_ids) for each in tuning.answered), default=0)
-    contexts = [each for each in _CONTEXTS if each <= max(1024, longest)]
+    contexts = [each for each in (0, *tuning.options.contexts) if each <= max(1024, longest)]
     rows = list(tuning.costs.rows)
     seconds = [[tuning.speed * costs.seconds(count, context) for count in rows] for context in contexts]
     return {"rows": rows, "contexts": contexts, "seconds": seconds}

@@ -43,8 +43,8 @@ class Options:
     ``drafters``: candidates, named as elsewhere; none for all that there are for the model. ``lengths``: numbers of
     draft tokens, None among them for as many as pay. ``verifications``: methods; others than coupled are measured
     where the target samples. ``seconds``: about how long all may take. ``confirm``: how many candidates are measured
-    live. ``batch_sizes``: answers at a time at which the best is measured too. ``seed``: of orders and intervals.
-    Raises OptionError.
+    live. ``batch_sizes``: answers at a time at which the best is measured too. ``contexts``: tokens of context at which
+    a new row of the speed-up by context begins. ``seed``: of orders and intervals. Raises OptionError.
     """
 
     drafters: tuple[str, ...] = ()
@@ -53,6 +53,7 @@ class Options:
     seconds: float = 180.0
     confirm: int = 2
     batch_sizes: tuple[int, ...] = ()
+    contexts: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192, 16384)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -62,6 +63,8 @@ class Options:
             raise OptionError(f"seconds={self.seconds}: must be above 0")
         if self.confirm < 1:
             raise OptionError(f"confirm={self.confirm}: must be at least 1; only what was measured is recommended")
+        if any(low >= high for low, high in itertools.pairwise((0, *self.contexts))):
+            raise OptionError(f"contexts={list(self.contexts)}: must be tokens from 1 on, ascending")
         if any(each < 2 for each in self.batch_sizes):
             raise OptionError(f"batch_sizes={list(self.batch_sizes)}: must be from 2 on; single answers are a must")
 
