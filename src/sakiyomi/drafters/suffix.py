@@ -13,12 +13,12 @@ import numpy.typing as npt
 from sakiyomi import core
 from sakiyomi.core.trie import SuffixDrafts, SuffixTrie
 from sakiyomi.errors import OptionError
-from sakiyomi.files import replace_file
+from sakiyomi.files import read_arrays, replace_file
 from sakiyomi.interfaces import Draft, GoOn, always
 from sakiyomi.sampling import SamplingParams
 
 _FORMAT, _FORMAT_VERSION = "sakiyomi-suffix", "1"
-_DTYPES = {"tokens": "I32", "lengths": "I64", "texts": "I64"}  # as safetensors calls them
+_DTYPES = {"tokens": ("I32",), "lengths": ("I64",), "texts": ("I64",)}  # as safetensors calls them
 
 
 class SuffixDrafter:
@@ -167,29 +167,11 @@ def _check_tokenizer(tokenizer: object) -> None:
 
 def _read(path: Path) -> tuple[dict[str, npt.NDArray[Any]], str | None]:
     """Return the tensors of a file and the tokenizer it was saved with. Raises OptionError unless all is right."""
-    from safetensors import SafetensorError, safe_open
 
     def wrong(what: str) -> OptionError:
         return OptionError(f"{path}: {what}; must be a file that SuffixDrafter.save wrote")
 
-    try:
-        if not path.is_file():
-            raise wrong("not a file" if path.exists() else "no such file")
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != _FORMAT:
-                raise wrong(f"its format is {metadata.get('format')!r}, not {_FORMAT!r}")
-            if metadata.get("version") != _FORMAT_VERSION:
-                raise wrong(f"its version is {metadata.get('version')!r}, not {_FORMAT_VERSION!r}")
-            if set(file.keys()) != set(_DTYPES):
-                raise wrong(f"it has the tensors {', '.join(sorted(file.keys()))}, not {', '.join(_DTYPES)}")
-            for name, dtype in _DTYPES.items():
-                found, shape = file.get_slice(name).get_dtype(), file.get_slice(name).get_shape()
-                if found != dtype or len(shape) != 1:
-                    raise wrong(f"{name} is {found} {shape}, not one row of {dtype}")
-            tensors = {name: file.get_tensor(name) for name in _DTYPES}
-    except (SafetensorError, OSError) as error:
-        raise wrong(f"can't be read ({' '.join(str(error).split())})") from None
+    tensors, metadata = read_arrays(path, _FORMAT, _FORMAT_VERSION, _DTYPES, wrong)
     tokens, lengths, texts = (tensors[name] for name in _DTYPES)
     if len(lengths) != len(texts):
         raise wrong(f"there are {len(lengths)} lengths and {len(texts)} texts")

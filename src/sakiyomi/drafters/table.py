@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from sakiyomi.drafters.suffix import _check, _check_tokenizer
 from sakiyomi.errors import OptionError
-from sakiyomi.files import replace_file
+from sakiyomi.files import read_arrays, replace_file
 from sakiyomi.interfaces import Draft, GoOn, always
 from sakiyomi.sampling import SamplingParams, derived_seed
 
@@ -502,35 +502,17 @@ def coupled(found: Row, coupling: float, key: int, least: float = 0.0) -> Row:
 
 def _read(path: Path) -> tuple[Table, str | None]:
     """Return the table of a file and the tokenizer it was saved with. Raises OptionError unless all is right."""
-    from safetensors import SafetensorError, safe_open
 
     def wrong(what: str) -> OptionError:
         return OptionError(f"{path}: {what}; must be a file that Table.save wrote")
 
-    try:
-        if not path.is_file():
-            raise wrong("not a file" if path.exists() else "no such file")
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != _FORMAT:
-                raise wrong(f"its format is {metadata.get('format')!r}, not {_FORMAT!r}")
-            if metadata.get("version") != _FORMAT_VERSION:
-                raise wrong(f"its version is {metadata.get('version')!r}, not {_FORMAT_VERSION!r}")
-            read: dict[str, Any] = {}
-            for name, (low, high) in {"order": _ORDERS, "vocab_size": _VOCABULARIES}.items():
-                text = metadata.get(name, "")
-                if not (text.isascii() and text.isdigit() and len(text) < 20 and low <= int(text) <= high):
-                    raise wrong(f"its {name} is {metadata.get(name)!r}, not in {low}..{high}")
-                read[name] = int(text)
-            if set(file.keys()) != set(_DTYPES):
-                raise wrong(f"it has the tensors {', '.join(sorted(file.keys()))}, not {', '.join(_DTYPES)}")
-            for name, dtypes in _DTYPES.items():
-                found, shape = file.get_slice(name).get_dtype(), file.get_slice(name).get_shape()
-                if found not in dtypes or len(shape) != 1:
-                    raise wrong(f"{name} is {found} {shape}, not one row of {' or '.join(dtypes)}")
-                read[name] = file.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise wrong(f"can't be read ({' '.join(str(error).split())})") from None
+    arrays, metadata = read_arrays(path, _FORMAT, _FORMAT_VERSION, _DTYPES, wrong)
+    read: dict[str, Any] = dict(arrays)
+    for name, (low, high) in {"order": _ORDERS, "vocab_size": _VOCABULARIES}.items():
+        text = metadata.get(name, "")
+        if not (text.isascii() and text.isdigit() and len(text) < 20 and low <= int(text) <= high):
+            raise wrong(f"its {name} is {metadata.get(name)!r}, not in {low}..{high}")
+        read[name] = int(text)
     table = Table(**read)
     if len(table.keys) != len(table.sizes):
         raise wrong(f"there are {len(table.keys)} keys and {len(table.sizes)} sizes")
