@@ -770,26 +770,36 @@ def test_a_row_far_behind_gets_its_own_random_numbers(monkeypatch):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.model
-@pytest.mark.parametrize("target", TARGETS)
-def test_the_default_model_in_fp32(target):
-    """Real weights, and threads as users have them: tokens of the module's own kernels, and of ours."""
-    torch.set_num_threads(2)
-    try:
-        _compare_in_fp32(target)
-    finally:
-        torch.set_num_threads(1)
-
-
-def _compare_in_fp32(target):
+@pytest.fixture(scope="module")
+def default_model():
+    """The default model in fp32, a text, and what its own generate makes of it: once for all targets."""
     folder = resolve("smollm2-135m", progress=False)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     text = "The red fox crossed the river. The red fox saw the moon. The grey fox crossed the river. The grey fox"
     ids = tokenizer(text, return_tensors="pt").input_ids
-    sakiyomi.accelerate(model, num_speculative_tokens=5, target=target)
-    for options in (GREEDY, SAMPLED):
-        assert same(model, ids, assisted={"prompt_lookup_num_tokens": 5}, **options)
+    torch.set_num_threads(2)
+    try:
+        return model, ids, [(options, plain(model, ids, **options)) for options in (GREEDY, SAMPLED)]
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_default_model_in_fp32(default_model, target):
+    """Real weights, and threads as users have them: tokens of the module's own kernels, and of ours."""
+    model, ids, cases = default_model
+    torch.set_num_threads(2)
+    try:
+        sakiyomi.accelerate(model, num_speculative_tokens=5, target=target)
+        for options, (expected, expected_state) in cases:
+            found, state = run(model, ids, prompt_lookup_num_tokens=5, **options)
+            assert torch.equal(found, expected)
+            assert torch.equal(state, expected_state)
+    finally:
+        sakiyomi.restore(model)
+        torch.set_num_threads(1)
 
 
 @pytest.mark.model

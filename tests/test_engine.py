@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +27,9 @@ SAMPLED = SamplingParams(max_new_tokens=40, temperature=0.7, top_p=0.95, seed=11
 PENALISED = SamplingParams(
     max_new_tokens=40, temperature=0.9, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3, seed=5
 )
+
+# Every k is run for these, and longer texts; others differ in details, and run some.
+EVERY_K = ("llama", "mistral-window")
 
 
 class Scripted:
@@ -165,11 +169,14 @@ def family_engine(
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
-def test_tokens_are_the_same_with_any_drafter_and_any_k(family_engine, params):
+def test_tokens_are_the_same_with_any_drafter_and_any_k(family_engine, family, params):
+    if family not in EVERY_K:
+        params = replace(params, max_new_tokens=40)
     plain = ids(run(family_engine, params))
     assert len(plain) == params.max_new_tokens
     # A negative control of the comparison: another seed or prompt does change the text.
-    assert plain != ids(run(family_engine, params, prompt=PROMPT[:-1]))
+    other = ids(run(family_engine, replace(params, max_new_tokens=20), prompt=PROMPT[:-1]))
+    assert plain[:20] != other
     drafters = [
         NgramDrafter(max_ngram=3, min_ngram=1),
         wrong_drafter(),
@@ -177,11 +184,14 @@ def test_tokens_are_the_same_with_any_drafter_and_any_k(family_engine, params):
         oracle(plain, right=0.7),
         branching(plain),
     ]
-    for k in range(9):
-        for drafter in drafters[k % 2 :: 2] if k else drafters:
+    accepted = 0
+    for k in range(9) if family in EVERY_K else (0, 1, 2, 5, 8):
+        for drafter in drafters[k % 2 :: 2] if k else drafters[:1]:  # with k = 0 no drafter is asked
             chunks = run(family_engine, params, drafter, k)
             assert ids(chunks) == plain, (drafter.name, k)
             assert all(len(chunk.tokens) <= k + 1 for chunk in chunks)
+            accepted += sum(chunk.record.accepted for chunk in chunks)
+    assert accepted > params.max_new_tokens
     for policy in (Whole(2), Whole(7)):
         chunks = run_with(family_engine, params, [branching(plain)], policy)
         assert ids(chunks) == plain

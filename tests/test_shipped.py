@@ -37,7 +37,7 @@ def test_the_default_model_has_a_table_and_a_head():
     assert [each.name for each in llm.speculation("auto").drafters] == [lookup, "table", "eagle3"]
     for params in (
         sakiyomi.SamplingParams(max_new_tokens=48),
-        sakiyomi.SamplingParams(max_new_tokens=48, temperature=0.7, seed=3),
+        sakiyomi.SamplingParams(max_new_tokens=24, temperature=0.7, seed=3),
     ):
         plain = llm.generate(PROMPT, params, drafter=None)
         for drafter, k in (("auto", None), ("eagle3", 4), ("table", 3), ("table+eagle3", None)):
