@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Sequence
 
 import pytest
 import torch
 
-from conftest import VOCAB, byte_tokenizer
+import test_eagle
+from conftest import VOCAB, byte_tokenizer, make_reference
+from sakiyomi import core
 from sakiyomi.bench.replay import ChainReplay, PolicyReplay, Recording, Timing, needed_layers, record
 from sakiyomi.costs import CostTable, ModelCosts
 from sakiyomi.drafters import NgramDrafter, SuffixDrafter
+from sakiyomi.drafting import Source
 from sakiyomi.engine import Engine
 from sakiyomi.errors import OptionError
 from sakiyomi.interfaces import Draft, Drafter, RoundRecord
@@ -41,6 +45,7 @@ PARAMS = {
     "sampled": SamplingParams(max_new_tokens=24, temperature=0.3, seed=2),
     "stopped": SamplingParams(max_new_tokens=24, stop_token_ids=(60, 61, 62, 63, 64, 65, 66)),
 }
+needs_core = pytest.mark.skipif(not core.available(), reason="needs the compiled core")
 pytestmark = pytest.mark.filterwarnings("ignore:a drafter failed")
 
 
@@ -77,10 +82,7 @@ def recorded(llm: LLM, drafters: Sequence[Drafter], params: SamplingParams) -> l
 @pytest.mark.parametrize(
     ("names", "way"),
     [
-        *(
-            (names, "greedy")
-            for names in (*(each for each in NAMES if each in ANYWHERE), "ngram+table", "suffix+eagle")
-        ),
+        *((names, "greedy") for names in (*(each for each in NAMES if each in ANYWHERE), "ngram+table", "ngram+mlp")),
         *((names, "sampled") for names in ("ngram", "table", "eagle", "table+suffix+model")),
         *((names, "stopped") for names in ("suffix", "eagle", "model")),
     ],
@@ -218,7 +220,6 @@ def test_a_drafter_that_fails_is_told(llm):
         (lambda: ChainReplay([], [1]), "needs at least one drafter"),
         (lambda: ChainReplay([NgramDrafter()], [0]), "lengths from 1 on"),
         (lambda: ChainReplay([NgramDrafter()], []), "lengths"),
-        (lambda: PolicyReplay([], None, verification="block"), "only coupled can be replayed"),
     ],
 )
 def test_wrong_options(make, message):
@@ -230,5 +231,65 @@ def test_what_can_not_be_asked_anywhere_says_so(llm):
     for name, drafter in made(llm.target).items():
         assert (getattr(drafter, "prefixes", None) is not None) == (name in ANYWHERE), name
     block = made(llm.target)["block"]
-    with pytest.raises(OptionError, match="block: has no attribute prefixes; replay it with PolicyReplay"):
+    with pytest.raises(OptionError, match=r"block: can't be asked at any place .*; replay them with PolicyReplay"):
         ChainReplay([block], [1])
+    with pytest.raises(OptionError, match=r"ngram\+eagle: can't be asked at any place"):
+        ChainReplay(fresh(llm.target, "ngram+eagle"), [1])
+
+
+@pytest.mark.parametrize("context", [20, 33, 64])
+def test_a_drafter_whose_context_is_full_is_replayed(llm, context, monkeypatch):
+    """It begins anew at the same tokens, whatever rounds they came in: drafts are compared, since few stand."""
+    drafter = test_eagle.Made("first", test_eagle.parts_of(make_reference("llama", num_hidden_layers=2))).drafter()
+    monkeypatch.setattr(drafter, "context_length", context)
+    recording = record(llm, PROMPTS[2], SamplingParams(max_new_tokens=150), layers=needed_layers([drafter]))
+    tokens = (*recording.prompt, *recording.tokens)
+
+    def drafts(every: int) -> dict[int, Draft]:
+        source = Source(drafter, tokens[:1], recording.params, VOCAB, available=lambda: recording.states)
+        found, read = {}, 0
+        for length in range(1, len(tokens), every):
+            source.read({layer: recording.states[layer][read : length - 1] for layer in source.hidden_layers})
+            read = length - 1
+            found[length] = source.propose(3)
+            source.observe(tokens[length : length + every])
+        return found
+
+    each, third = drafts(1), drafts(3)
+    assert sum(map(bool, third.values())) > 40
+    assert all(each[length] == draft for length, draft in third.items())
+
+
+@needs_core
+@pytest.mark.parametrize("vocabulary", [3, 6])
+def test_lengths_of_a_drafter_with_many_guesses(vocabulary):
+    """Texts in which matches compete and trees are cut: what a larger budget gives says little of a smaller one."""
+    rng = random.Random(vocabulary)
+    replay = ChainReplay([SuffixDrafter()], range(1, 17))
+    alone = {k: PolicyReplay([SuffixDrafter()], FixedPolicy(k)) for k in range(1, 17)}
+    for _ in range(6):
+        phrase = [rng.randrange(vocabulary) for _ in range(12)]
+        text = [token if rng.random() < 0.9 else rng.randrange(vocabulary) for token in phrase * 14]
+        params = SamplingParams(max_new_tokens=len(text))
+        recording = Recording((1, 2), tuple(text), params, vocabulary, 4096, 16, Stats((), 0, 0), "length")
+        found = replay.add(recording)
+        for k, rounds in alone.items():
+            assert what_happened(found[k]) == what_happened(rounds.add(recording)), k
+
+
+def test_a_drafter_that_fails_is_told_in_chains_too(llm):
+    class Failing:
+        name, costs, samples, prefixes = "failing", None, False, True
+
+        def session(self, prompt, params, sampled):
+            raise RuntimeError("no luck")
+
+    recording = record(llm, PROMPTS[0], PARAMS["greedy"])
+    for stats in ChainReplay([Failing(), *fresh(llm.target, "ngram")], [1, 3]).add(recording).values():
+        assert stats.errors == ("failing: RuntimeError: no luck",)
+
+
+def test_an_answer_without_tokens_has_no_rounds():
+    empty = Recording((1, 2), (), SamplingParams(), 9, 64, 16, Stats((), 0, 0), "length")
+    assert PolicyReplay([], None).add(empty).records == ()
+    assert ChainReplay([NgramDrafter()], [2]).add(empty)[2].records == ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,8 @@ from typer.testing import CliRunner
 
 import sakiyomi
 from conftest import VOCAB, byte_tokenizer
-from sakiyomi import cli, core, tune_command
-from sakiyomi.bench import findings, runner, tuner
+from sakiyomi import cli, core, drafters, tune_command
+from sakiyomi.bench import findings, tuner
 from sakiyomi.bench.findings import as_dict
 from sakiyomi.bench.journal import Journal
 from sakiyomi.bench.runner import PLAIN, BenchResult, Candidate, Measurement, run_benchmark
@@ -194,6 +195,7 @@ def test_an_interrupted_run_goes_on(llm, tmp_path, monkeypatch):
     tuning = tune(llm, prompts(), PARAMS, quick(lengths=(3,)), journal=before)
     assert calls <= all_calls - 70  # four answers of 20 tokens are computed in a call or two each
     assert tuning.resumed
+    assert tuning.speed == pytest.approx(whole.speed, rel=0.9)  # seen again, though little was decoded
     assert [each.token_ids for each in tuning.answered] == [each.token_ids for each in whole.answered]
     for case in ("ngram k=3", "model k=3"):
         for one, other in zip(tuning.predicted[case].values(), whole.predicted[case].values(), strict=True):
@@ -210,11 +212,14 @@ def test_a_journal_of_another_run_is_dropped_and_a_cut_line_too(tmp_path):
     journal.answer("p", [1, 2])
     journal.measured([measurement])
     again = Journal(path, {"a": 1})
-    assert (again.answers, again.measurements, again.resumed) == ({"p": (1, 2)}, [measurement], True)
+    assert (again.answers, again.blocks, again.resumed) == ({"p": (1, 2)}, [[measurement]], True)
     with path.open("a") as file:
         file.write('{"answer": "q", "tok')
+    for line in ('{"measured": ["x"]}', '{"measured": [{}]}', "[]", '{"answer": 3}'):
+        (tmp_path / "other").write_text(f"{path.read_text().splitlines()[0]}\n{line}\n")
+        assert not Journal(tmp_path / "other", {"a": 1}).blocks
     cut = Journal(path, {"a": 1})
-    assert (cut.answers, cut.measurements) == ({"p": (1, 2)}, [measurement])
+    assert (cut.answers, cut.blocks) == ({"p": (1, 2)}, [[measurement]])
     cut.answer("r", [3])
     assert Journal(path, {"a": 1}).answers == {"p": (1, 2), "r": (3,)}
     assert not Journal(path, {"a": 2}).resumed
@@ -261,6 +266,16 @@ def test_recorded_responses_are_taken_where_the_target_gives_them(llm, monkeypat
     given = [right, replace(prompts(2)[1], response="something else"), prompts(3)[2]]
     tuning = tune(llm, given, params, quick())
     assert [(each.expected, each.matches) for each in tuning.answered] == [(True, True), (True, False), (False, False)]
+    half = replace(right, response="half of it")
+    for told_of, matches in ((list(plain[0].token_ids)[:6], False), ([*plain[0].token_ids, 5, 6], True)):
+        monkeypatch.setattr(
+            type(llm.tokenizer),
+            "encode",
+            lambda self, text, told_of=told_of, **options: (
+                told_of if text == half.response else encode(self, text, **options)
+            ),
+        )  # the answer is cut by the number of tokens, so that a longer response may be right
+        assert tune(llm, [half], params, quick()).answered[0].matches == matches
     assert [each.token_ids for each in tuning.answered] == [each.token_ids for each in plain]
     found = told(tuning)
     assert (found["workload"]["recorded"], found["workload"]["matching"]) == (2, 1)
@@ -272,7 +287,7 @@ def test_a_conversation_goes_on_with_the_models_own_answers(llama):
     chat = LLM(llama, byte_tokenizer(template=template), drafter="none", costs=lambda: ModelCosts(COSTS))
     given = [Prompt("t", "a", messages=({"role": "user", "content": "one"},), follow_ups=("two", "three"))]
     answered = tune(chat, given, PARAMS, quick(drafters=("ngram",))).answered
-    assert [each.prompt.id for each in answered] == ["t", "t/turn 2", "t/turn 3"]
+    assert [each.prompt.id for each in answered] == ["t", "t, turn 2", "t, turn 3"]
     first = chat.tokenizer.decode(answered[0].token_ids)
     assert answered[1].prompt.messages == (
         {"role": "user", "content": "one"},
@@ -299,6 +314,106 @@ def test_a_prompts_own_limit_of_tokens_holds(llm):
     assert {len(each.token_ids) for each in tuning.live.measurements if each.prompt_id == "p0"} == {5}
 
 
+def test_what_was_learned_before_an_interruption_is_known_after_it(llm, tmp_path):
+    """A drafter that remembers earlier answers is measured as if the run had never stopped."""
+    given = [Prompt(f"p{i}", "a", text="spam and eggs, ham and spam; ") for i in range(6)]  # one answer, six times
+    options = quick(drafters=("suffix",) if core.available() else ("ngram",), lengths=(4,))
+    whole = tune(llm, given, PARAMS, options)
+    path, run = tmp_path / "journal", {}
+    with pytest.raises(KeyboardInterrupt):
+        tune(llm, given, PARAMS, options, journal=Journal(path, run), progress=stopping(6 + 2 + 2 * 3))
+    before = Journal(path, run)
+    assert 1 <= len(before.blocks) <= 4
+    resumed = tune(llm, given, PARAMS, options, journal=before)
+
+    def accepted(tuning: Tuning) -> list[int]:
+        (case,) = (each.name for each in tuning.live.candidates)
+        return [each.stats.accepted for each in tuning.live.measurements if (each.case, each.repeat) == (case, 0)]
+
+    assert accepted(resumed) == accepted(whole)
+    assert accepted(whole)[-1] > accepted(whole)[0] or not core.available()
+
+
+def test_a_run_goes_on_with_less_time(llm, tmp_path):
+    """Measurements of prompts that it doesn't come to any more are left out."""
+    path, run = tmp_path / "journal", {}
+    with pytest.raises(KeyboardInterrupt):
+        tune(llm, prompts(), PARAMS, quick(lengths=(3,)), journal=Journal(path, run), progress=stopping(15))
+    assert len(Journal(path, run).blocks) > 1
+    tuning = tune(llm, prompts(), PARAMS, quick(lengths=(3,), seconds=1e-6), journal=Journal(path, run))
+    assert len(tuning.answered) == 1
+    assert {each.prompt_id for each in tuning.live.measurements} == {"p0"}
+
+
+def test_a_repeat_of_some_prompts_gives_them_no_more_weight():
+    tuning = made([("a", 2.0, 1.0)] * 3)
+    again = replace(tuning.live.measurements[0], repeat=1), replace(tuning.live.measurements[1], repeat=1)
+    live = replace(tuning.live, measurements=(*tuning.live.measurements, *again))
+    assert tuner.paired(live) == tuner.paired(tuning.live)
+    twice = [replace(each, repeat=1) for each in tuning.live.measurements]
+    both = tuner.paired(replace(tuning.live, measurements=(*tuning.live.measurements, *twice)))
+    assert {plain.requests for plain, _ in both["d k=2"].values()} == {2}
+
+
+def test_names_of_turns_are_nobody_elses(llama):
+    template = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}a:"
+    chat = LLM(llama, byte_tokenizer(template=template), drafter="none", costs=lambda: ModelCosts(COSTS))
+    message = ({"role": "user", "content": "x"},)
+    given = [
+        Prompt("doc/turn left", "a", messages=message, follow_ups=("y",)),
+        Prompt("doc/turn left, turn 2", "a", messages=message),
+    ]
+    answered = tune(chat, given, replace(PARAMS, max_new_tokens=3), quick(drafters=("ngram",))).answered
+    assert [each.prompt.id for each in answered] == ["doc/turn left", "doc/turn left, turn 2'", "doc/turn left, turn 2"]
+
+
+def test_auto_is_what_it_stands_for(llm):
+    tuning = tune(llm, prompts(1), PARAMS, quick(drafters=("auto", "ngram"), lengths=(2,)))
+    auto = "+".join(drafters.parse("auto", ["table", "model"]))
+    assert [each.drafter for each in tuning.candidates] == [auto, "ngram"]
+
+
+def test_slow_candidates_do_not_take_all_the_time(llm, monkeypatch):
+    """Past its share of the time a candidate is replayed no further, and that is said."""
+    add = tuner.ChainReplay.add
+
+    def slow(self, recording):
+        time.sleep(0.3)
+        return add(self, recording)
+
+    monkeypatch.setattr(tuner.ChainReplay, "add", slow)
+    found = tune(llm, prompts(6), replace(PARAMS, max_new_tokens=3), quick(drafters=("ngram",), seconds=4.0))
+    counts = {case: len(by_id) for case, by_id in found.predicted.items()}
+    assert counts["ngram adaptive"] == counts[PLAIN] == len(found.answered) == 6
+    assert counts["ngram k=1"] == counts["ngram k=3"] == 2
+    assert any("fewer prompts" in note and "ngram k=1" in note for note in told(found)["notes"])
+
+
+def test_answers_of_one_token_say_nothing(llm):
+    found = told(tune(llm, prompts(4), replace(PARAMS, max_new_tokens=1), quick()))
+    assert found["recommendation"]["sentence"].startswith("No verdict: the answers have no tokens after the first")
+
+
+def test_a_drafter_that_fails_is_said(llm):
+    class Failing:
+        name, costs, samples, prefixes = "table", None, False, True
+
+        def session(self, prompt, params, sampled):
+            raise RuntimeError("no luck")
+
+    other = LLM(llm.target, llm.tokenizer, drafter="none", trained={"table": Failing}, costs=lambda: ModelCosts(COSTS))
+    with pytest.warns(RuntimeWarning, match="no luck"):
+        found = told(tune(other, prompts(3), PARAMS, quick(drafters=("table",), lengths=(2,))))
+    assert any("FAILED: table k=2" in note and "no luck" in note for note in found["notes"])
+    assert found["candidates"][0]["failed"] == "table: RuntimeError: no luck"
+
+
+def test_verifications_that_change_nothing_are_said(llm):
+    sampled = replace(PARAMS, temperature=1.0)
+    found = told(tune(llm, prompts(1), sampled, quick(drafters=("ngram",), verifications=("coupled", "block"))))
+    assert "block: not measured, since none of the drafters samples; all is as with coupled." in found["notes"]
+
+
 def test_categories_come_in_turns(llm):
     given = [Prompt(f"{category}{i}", category, text="x") for category in "abc" for i in range(3)]
     tuning = tune(llm, given, replace(PARAMS, max_new_tokens=2), quick(drafters=("ngram",)))
@@ -312,6 +427,7 @@ def test_categories_come_in_turns(llm):
         ({"lengths": (0,)}, "lengths="),
         ({"seconds": 0}, "seconds=0: must be above 0"),
         ({"seconds": math.nan}, "seconds=nan"),
+        ({"seconds": math.inf}, "seconds=inf"),
         ({"confirm": 0}, "confirm=0: must be at least 1"),
         ({"batch_sizes": (1,)}, "batch_sizes="),
         ({"contexts": (5, 5)}, r"contexts=\[5, 5\]: must be tokens from 1 on, ascending"),
@@ -609,9 +725,8 @@ def found_in(folder: str) -> list[str]:
     return sorted(each.name for each in Path(folder).iterdir())
 
 
-def test_the_command(run, monkeypatch):
+def test_the_command(run):
     """Files, screen and JSON say the same; with a verdict there are settings, and the journal is gone."""
-    monkeypatch.setattr(runner, "Skipped", runner.Skipped)
     result = run("--no-report")
     assert result.exit_code == 0, result.output
     whole = json.loads(Path("sakiyomi-tune/result.json").read_text())
@@ -685,7 +800,7 @@ def test_ctrl_c_keeps_what_there_is(run, monkeypatch):
         ("--batch-size 1", "batch_sizes=[1]: must be from 2 on"),
         ("--context 1,x", "--context 1,x: must be numbers with commas, like 256,1024"),
         ("--context 9,3", "contexts=[9, 3]: must be tokens from 1 on, ascending"),
-        ("--output prompts.jsonl", "--output prompts.jsonl: can't be made"),
+        ("--output prompts.jsonl", "--output prompts.jsonl: can't be written"),
         ("--category none", "category 'none': not in this workload"),
         ("-n 0", "max_new_tokens=0"),
     ],

@@ -161,6 +161,7 @@ def generate(
     """Answer a prompt, streaming, reading ahead."""
     from sakiyomi.errors import OptionError, PromptError
     from sakiyomi.sampling import SamplingParams
+    from sakiyomi.settings import same_model
 
     params = SamplingParams(
         max_new_tokens=max_new_tokens,
@@ -181,7 +182,10 @@ def generate(
         raise PromptError("prompt: is empty; give at least one character")
     if settings is not None:
         tuned = _tuned(context, settings)
-        model = tuned.model if _is_default(context, "model") else model
+        if _is_default(context, "model"):
+            model = tuned.model
+        elif not same_model(model, tuned.model):
+            print(f"sakiyomi: --settings {settings}: were tuned for {tuned.model}, not for {model}", file=sys.stderr)
         drafter, verification, draft_model = tuned.drafter, tuned.verification, tuned.draft_model
         num_speculative_tokens = AUTO if tuned.num_speculative_tokens is None else str(tuned.num_speculative_tokens)
         trained = [Path(each) for each in tuned.trained]

@@ -68,6 +68,7 @@ class Source:
         Raises PolicyError for another proposal where there is a sample already: one can't choose between them.
         """
         if self._session is None:
+            self.seconds = 0.0
             return Draft(drafter=self.name)
         if self._drawn is not None:
             raise PolicyError(

@@ -22,7 +22,7 @@ from sakiyomi.interfaces import Drafter, Exactness, Target, Verification
 from sakiyomi.loading import DTYPES, DeviceMap, LoadedModel, by_name, check_device, trained_for
 from sakiyomi.policy import AdaptivePolicy, FixedPolicy, Policy
 from sakiyomi.sampling import SamplingParams
-from sakiyomi.settings import Settings
+from sakiyomi.settings import Settings, same_model
 from sakiyomi.stats import Stats
 from sakiyomi.text import Message, Tokenizer
 from sakiyomi.verification import method
@@ -106,7 +106,7 @@ def load(
                 "and trained; leave these out"
             )
         tuned = Settings.load(settings)
-        if os.fspath(model) != tuned.model:
+        if not same_model(os.fspath(model), tuned.model):
             warnings.warn(
                 f"settings={os.fspath(settings)!r}: were tuned for {tuned.model}, not for {os.fspath(model)}",
                 RuntimeWarning,

@@ -12,6 +12,7 @@ from typing import Any
 from sakiyomi.errors import OptionError
 from sakiyomi.files import replace_file
 from sakiyomi.interfaces import Verification
+from sakiyomi.models import KNOWN_MODELS
 
 _VERSION = 1
 _KEYS = ("model", "drafter", "num_speculative_tokens", "verification", "draft_model", "trained")
@@ -92,6 +93,17 @@ class Settings:
             + tomli_w.dumps({**content, "measured": _known(measured)})
         )
         replace_file(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def same_model(one: str, other: str) -> bool:
+    """Return whether two names, or paths, are of one model."""
+    return one == other or absolute(one) == absolute(other)
+
+
+def absolute(model: str) -> str:
+    """Return what names a model from any folder: the whole path of one that lies in a folder or a file."""
+    path = Path(model).expanduser()
+    return model if model in KNOWN_MODELS or not path.exists() else str(path.resolve())
 
 
 def _known(value: Mapping[str, Any]) -> dict[str, Any]:

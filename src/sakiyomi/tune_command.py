@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -195,7 +196,7 @@ def tune(
         "prompts": prompts,
         "params": params,
         "options": {"drafters": options.drafters, "lengths": options.lengths, "confirm": confirm, "ways": ways},
-        "trained": trained,
+        "trained": [_contents(folder) for folder in trained or ()],
     }
     journal = Journal(output / "unfinished.jsonl", depends_on)
     if journal.resumed:
@@ -213,7 +214,8 @@ def tune(
     written = [output / "result.json"]
     settings = _settings(result["recommendation"], model, draft_model, trained or [])
     if settings is None:
-        (output / "settings.toml").unlink(missing_ok=True)  # of an earlier run, which found more
+        with _named(output):
+            (output / "settings.toml").unlink(missing_ok=True)  # of an earlier run, which found more
     else:
         settings.save(output / "settings.toml", _measured(result))
         written.append(output / "settings.toml")
@@ -262,14 +264,26 @@ def _contexts(text: str) -> tuple[int, ...]:
         raise OptionError(f"--context {text}: must be numbers with commas, like 256,1024") from None
 
 
+def _contents(folder: Path) -> list[tuple[str, int, int]]:
+    """Return what tells that a folder is as it was: names, sizes and times of its files."""
+    files = sorted(each for each in folder.rglob("*") if each.is_file())
+    return [(str(each), (found := each.stat()).st_size, found.st_mtime_ns) for each in files]
+
+
 def _check_folder(folder: Path) -> None:
     """Make the folder now: that it can't be written should not cost the time of tuning. Raises OptionError."""
+    with _named(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
     from sakiyomi.errors import OptionError
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
-        raise OptionError(f"--output {folder}: can't be made ({error.strerror}); name another folder") from None
+        raise OptionError(f"--output {folder}: can't be written ({error.strerror}); name another folder") from None
 
 
 def _settings(
@@ -277,17 +291,15 @@ def _settings(
 ) -> Settings | None:
     """Return what to use; None where nothing is known."""
     from sakiyomi.loading import by_name
-    from sakiyomi.settings import Settings
+    from sakiyomi.settings import Settings, absolute
 
     if recommendation["verdict"] == "unclear":
         return None
     names = recommendation["drafter"].split("+")
     given = {name: str(folder.resolve()) for name, folder in by_name(trained).items() if name in names}
-    small = None
-    if draft_model is not None and "model" in names:
-        small = str(Path(draft_model).resolve()) if Path(draft_model).exists() else draft_model
+    small = absolute(draft_model) if draft_model is not None and "model" in names else None
     return Settings(
-        model=model,
+        model=absolute(model),
         drafter=recommendation["drafter"],
         num_speculative_tokens=recommendation["num_speculative_tokens"],
         verification=recommendation["verification"],

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any, Literal
 
 from sakiyomi.bench.runner import PLAIN, Candidate
-from sakiyomi.bench.tuner import LEAST_PROMPTS, LIMIT, Answered, Tuning, paired, prediction_errors
+from sakiyomi.bench.tuner import LEAST_PROMPTS, LIMIT, Answered, Tuning, fastest, paired, prediction_errors
 from sakiyomi.costs import ModelCosts
 from sakiyomi.interfaces import RoundRecord
 from sakiyomi.stats import Interval, Stats, ratio, ratio_interval, speedup, speedup_interval
@@ -29,15 +29,11 @@ def as_dict(
     measured = paired(tuning.live) if tuning.live else {}
     errors = prediction_errors(tuning, tuning.live) if tuning.live else {}
     intervals = {case: _interval(pairs, tuning) for case, pairs in measured.items()}
-    best = max(
-        (case for case, interval in intervals.items() if interval),
-        key=lambda case: _value(intervals[case]),
-        default=None,
-    )
-    chosen = next((each for each in tuning.live.candidates if each.name == best), None) if tuning.live else None
-    pairs = measured[best] if best else {}
+    chosen = fastest(tuning.live, tuning.options.seed)
+    pairs = measured[chosen.name] if chosen else {}
+    interval = intervals[chosen.name] if chosen else None
     categories = _categories(tuning, chosen, pairs)
-    recommendation = _recommendation(tuning, chosen, intervals.get(best) if best else None, len(pairs), categories)
+    recommendation = _recommendation(tuning, chosen, interval, _compared(pairs), categories)
     params = {field.name: getattr(tuning.params, field.name) for field in fields(tuning.params)}
     params["logit_bias"] = dict(tuning.params.logit_bias)
     params["processors"] = len(tuning.params.processors)
@@ -91,8 +87,9 @@ def _interval(pairs: Pairs, tuning: Tuning) -> Interval | None:
     return speedup_interval(list(pairs.values()), tuning.options.seed)
 
 
-def _value(interval: Interval | None) -> float:
-    return interval.value if interval else 0.0
+def _compared(pairs: Pairs) -> int:
+    """Return how many prompts have a time per token on both sides: answers of one token have none."""
+    return sum(bool(plain.decode_tokens and drafted.decode_tokens) for plain, drafted in pairs.values())
 
 
 def _figures(interval: Interval | None) -> dict[str, float | None]:
@@ -124,7 +121,9 @@ def _recommendation(
     verdict: Literal["faster", "off", "unclear"] = "unclear"
     enough = prompts >= min(LEAST_PROMPTS, len(tuning.prompts))
     more = "give it more time (--minutes)" if tuning.left_out or prompts < len(tuning.answered) else "give more prompts"
-    if best is None or interval is None:
+    if (best is None or interval is None) and tuning.live and tuning.live.measurements:
+        sentence = "No verdict: the answers have no tokens after the first, whose time could be compared."
+    elif best is None or interval is None:
         sentence = f"No verdict: there was no time to measure anything; {more}."
     elif not enough or interval.low is None:
         sentence = f"No verdict: {described(best)} had {times(interval)} on {_prompts_word(prompts)}; {more}."
@@ -212,9 +211,11 @@ def _predicted(tuning: Tuning, candidate: Candidate) -> dict[str, Any] | None:
         return None
     groups: dict[str, list[str]] = {}
     for each in tuning.answered:
-        groups.setdefault(each.prompt.category, []).append(each.prompt.id)
+        if each.prompt.id in by_id:
+            groups.setdefault(each.prompt.category, []).append(each.prompt.id)
     pooled = Stats.merge(by_id.values())
     return {
+        "prompts": len(by_id),
         "speedup": tuning.predicted_speedup(candidate.name),
         **_of_drafts(pooled),
         "draft_s": ratio(pooled.draft_s, pooled.target_calls),
@@ -312,7 +313,7 @@ def _batches(tuning: Tuning, best: Candidate | None) -> list[dict[str, Any]]:
     ]
     found: list[dict[str, Any]] = []
     for size in _BATCHES if lengths else ():
-        speeds = [(_batched(stats, size, costs), length) for length, stats in lengths]
+        speeds = [(_batched(stats, size, costs, tuning.speed), length) for length, stats in lengths]
         speed, length = max((speed, length) for speed, length in speeds if speed is not None)
         case = f"{best.drafter} k={length}"
         found.append({"batch_size": size, "case": case, "speedup": speed, "low": None, "high": None, "measured": False})
@@ -322,8 +323,11 @@ def _batches(tuning: Tuning, best: Candidate | None) -> list[dict[str, Any]]:
     return found
 
 
-def _batched(stats: Stats, size: int, costs: ModelCosts) -> float | None:
-    """Return the speed-up to expect with so many answers at a time, each with rounds like these."""
+def _batched(stats: Stats, size: int, costs: ModelCosts, speed: float) -> float | None:
+    """Return the speed-up to expect with so many answers at a time, each with rounds like these.
+
+    ``speed``: times the seconds of ``costs`` is what they take now, as the rounds' other seconds do.
+    """
     rounds = stats.records[1:] or stats.records
     context = sum(each.context for each in rounds) // len(rounds)
     drafted = sum(each.drafted for each in rounds) / len(rounds)
@@ -331,8 +335,8 @@ def _batched(stats: Stats, size: int, costs: ModelCosts) -> float | None:
     rest_s = sum(_rest(each) for each in rounds) / len(rounds)
     rows = round(size * (1 + drafted))
     tokens = sum(each.emitted for each in rounds) / len(rounds)
-    plain = costs.seconds(size, context, size) + size * rest_s / tokens
-    return ratio(plain * tokens, costs.seconds(rows, context, size) + size * (draft_s + rest_s))
+    plain = speed * costs.seconds(size, context, size) + size * rest_s / tokens
+    return ratio(plain * tokens, speed * costs.seconds(rows, context, size) + size * (draft_s + rest_s))
 
 
 def _rest(record: RoundRecord) -> float:
@@ -418,6 +422,14 @@ def _notes(tuning: Tuning, measured: int, bad: Sequence[str]) -> list[str]:
         notes.append(
             f"Intervals over {_prompts_word(measured)} are too narrow rather than too wide; more prompts tell more."
         )
+    fewer = [case for case, by_id in tuning.predicted.items() if len(by_id) < len(tuning.answered)]
+    if fewer:
+        notes.append(f"Replayed along fewer prompts, since it takes long (--minutes): {', '.join(fewer)}.")
+    live = tuning.live.candidates if tuning.live else ()
+    asked = {each for each in tuning.options.verifications if each != "coupled"}
+    if missing := asked - {each.verification for each in live}:
+        names = " and ".join(sorted(missing))
+        notes.append(f"{names}: not measured, since none of the drafters samples; all is as with coupled.")
     expected = [each for each in tuning.answered if each.expected]
     if expected:
         same = sum(each.matches for each in expected)
@@ -427,8 +439,12 @@ def _notes(tuning: Tuning, measured: int, bad: Sequence[str]) -> list[str]:
         )
     if tuning.resumed:
         notes.append("The run went on from an interrupted one.")
-    for case, error in tuning.failed.items():
-        notes.append(f"{case}: a drafter failed in the replay: {error}")
+    failed = dict(tuning.failed)
+    for each in tuning.live.measurements if tuning.live else ():
+        for error in each.stats.errors:
+            failed.setdefault(each.case, error)
+    for case, error in failed.items():
+        notes.append(f"FAILED: {case}, which went on without the drafter: {error}")
     return notes
 
 

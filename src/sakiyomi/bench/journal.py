@@ -30,7 +30,7 @@ class Journal:
     def __init__(self, path: Path | None, run: Mapping[str, Any]) -> None:
         self._path = path
         self.answers: dict[str, tuple[int, ...]] = {}
-        self.measurements: list[Measurement] = []
+        self.blocks: list[list[Measurement]] = []  # of one prompt each
         text = json.dumps({"version": _VERSION, **run}, sort_keys=True, default=str)
         self._head = hashlib.sha256(text.encode()).hexdigest()
         if path is None:
@@ -57,13 +57,14 @@ class Journal:
 
     def measured(self, measurements: Sequence[Measurement]) -> None:
         """Keep what was measured on one prompt."""
-        self.measurements.extend(measurements)
+        self.blocks.append(list(measurements))
         self._write({"measured": [asdict(each) for each in measurements]})
 
     def close(self) -> None:
         """End it: the run is complete."""
         if self._path is not None:
-            self._path.unlink(missing_ok=True)
+            with self._named():
+                self._path.unlink(missing_ok=True)
 
     def _take(self, lines: Sequence[str]) -> list[str]:
         """Take what the lines after the first hold, and return those that are whole."""
@@ -74,8 +75,8 @@ class Journal:
                 if "answer" in entry:
                     self.answers[entry["answer"]] = tuple(entry["tokens"])
                 else:
-                    self.measurements.extend(_measurement(each) for each in entry["measured"])
-            except (ValueError, TypeError, KeyError):
+                    self.blocks.append([_measurement(each) for each in entry["measured"]])
+            except (ValueError, TypeError, KeyError, AttributeError):
                 break
             whole.append(line)
         return whole

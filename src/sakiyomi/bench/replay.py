@@ -20,7 +20,8 @@ from typing import Any, Literal, Protocol
 import torch
 
 from sakiyomi.costs import ModelCosts
-from sakiyomi.drafting import Source, depth, first_path
+from sakiyomi.drafters.trained import StateDrafter
+from sakiyomi.drafting import Source, first_path
 from sakiyomi.engine import Engine, FinishReason, Request
 from sakiyomi.errors import OptionError
 from sakiyomi.interfaces import (
@@ -30,7 +31,6 @@ from sakiyomi.interfaces import (
     RoundRecord,
     Target,
     TargetOutput,
-    Verification,
     Work,
     always,
 )
@@ -190,14 +190,16 @@ class ChainReplay:
     As with the policy ``FixedPolicy``, for each of ``lengths``, and coupled verification. What ``drafters`` remember
     they keep from answer to answer. Each must be one whose drafts depend on the tokens so far and the budget alone, not
     on how rounds came, and say so with an attribute ``prefixes``: True where a smaller budget gives the first tokens of
-    the same path, False where it may give another. For others there is :class:`PolicyReplay`. Without ``timing`` the
-    target takes no time. Raises OptionError.
+    the same path, False where it may give another. For others, and as :func:`in_chains` says, there is
+    :class:`PolicyReplay`. Without ``timing`` the target takes no time. Raises OptionError.
     """
 
     def __init__(self, drafters: Sequence[Drafter], lengths: Sequence[int], timing: Timing | None = None) -> None:
-        for each in drafters:
-            if getattr(each, "prefixes", None) is None:
-                raise OptionError(f"drafter {each.name}: has no attribute prefixes; replay it with PolicyReplay")
+        if not in_chains(drafters):
+            names = "+".join(each.name for each in drafters)
+            raise OptionError(
+                f"drafters {names}: can't be asked at any place (prefixes); replay them with PolicyReplay"
+            )
         if not drafters or not lengths or min(lengths) < 1:
             raise OptionError(f"drafters, lengths={list(lengths)}: needs at least one drafter, and lengths from 1 on")
         self._drafters = list(drafters)
@@ -237,6 +239,17 @@ class ChainReplay:
         return {walk.length: walk.stats() for walk in walks}
 
 
+def in_chains(drafters: Sequence[Drafter]) -> bool:
+    """Return whether :class:`ChainReplay` is for these drafters.
+
+    One that reads states and keeps what it makes of them begins anew where it wasn't asked for long. Beside others,
+    which are asked first, when that is depends on how rounds came.
+    """
+    if any(getattr(each, "prefixes", None) is None for each in drafters):
+        return False
+    return len(drafters) == 1 or not any(isinstance(each, StateDrafter) for each in drafters)
+
+
 class _Asked:
     """A source at one place: what it was asked is not asked again."""
 
@@ -249,8 +262,7 @@ class _Asked:
         self.spent = 0.0  # seconds of drafts since it was last set
         self._longest = 0
         self._path: Draft | None = None  # the first path of the longest draft
-        self._depth = 0  # of its longest one
-        self._whole = False  # the path is all of it
+        self._whole = False  # it has no branches
         self._seconds = 0.0
 
     def forget(self, longest: int) -> None:
@@ -263,11 +275,11 @@ class _Asked:
         if path is None:
             draft = self.source.propose(self._longest)
             path = self._path = first_path(draft)
-            self._depth, self._seconds = depth(draft), self.source.seconds
+            self._seconds = self.source.seconds
             self._whole = draft.parents is None
-        # What is as long as the budget or shorter isn't another for it. Of more tokens than a draft may have some were
-        # left out, perhaps of a longer path that a smaller budget has room for.
-        if budget >= self._depth or (self._prefixes and (budget <= len(path.tokens) or self._whole)):
+        # Of a tree with more tokens than a draft may have some were left out, perhaps of a longer path that a smaller
+        # budget has room for.
+        if budget >= self._longest or (self._prefixes and (budget <= len(path.tokens) or self._whole)):
             # A model takes a step for each token; others look things up in about one.
             share = min(1.0, budget / len(path.tokens)) if self.costs is not None and path.tokens else 1.0
             self.spent += self._seconds * share
@@ -286,6 +298,7 @@ class _Walk:
         self.length, self.place = length, 0
         self._session = session
         self._records: list[RoundRecord] = []
+        self._failed: set[str] = set()
 
     def round(
         self, asked: Sequence[_Asked], tokens: Sequence[int], left: int, context: int, rows: int, timing: Timing | None
@@ -299,9 +312,13 @@ class _Walk:
         emitted = min(accepted + 1, len(tokens) - place)
         self.place = place + emitted
         draft_s = 0.0
+        errors: tuple[str, ...] = ()
         for each in asked:
             draft_s += each.spent
             each.spent = 0.0
+            if each.source.error and each.source.name not in self._failed:
+                self._failed.add(each.source.name)
+                errors += (f"{each.source.name}: {each.source.error}",)
         target_s = timing.forward_s(rows + count, context, False) if timing else 0.0
         rest_s = timing.round_s + emitted * timing.token_s if timing else 0.0
         self._records.append(
@@ -317,6 +334,7 @@ class _Walk:
                 target_s=target_s,
                 verify_s=0.0,
                 total_s=draft_s + target_s + rest_s,
+                errors=errors,
             )
         )
 
@@ -342,24 +360,17 @@ class PolicyReplay:
     """Rounds as a policy has them, chains or trees, along answers: the engine's own, with a target that remembers.
 
     What ``drafters`` and the policy learn they keep from answer to answer. A policy that goes by time goes by the
-    clock's. Only coupled verification, whose tokens are those of the answer. Without ``timing`` the target takes no
-    time. Raises OptionError.
+    clock's. Verification is coupled: other ways write other texts. Without ``timing`` the target takes no time.
     """
 
-    def __init__(
-        self,
-        drafters: Sequence[Drafter],
-        policy: Policy | None,
-        timing: Timing | None = None,
-        verification: Verification = "coupled",
-    ) -> None:
-        if verification != "coupled":
-            raise OptionError(f"verification={verification!r}: writes other texts; only coupled can be replayed")
+    def __init__(self, drafters: Sequence[Drafter], policy: Policy | None, timing: Timing | None = None) -> None:
         self._drafters, self._policy = list(drafters), policy
         self.timing = timing
 
     def add(self, recording: Recording) -> Stats:
         """Return what rounds along one answer come to. Without a policy they are of plain decoding."""
+        if not recording.tokens:
+            return Stats((), 0.0, 0.0)
         clock = _Clock()
         target = _Remembering(recording, self.timing, clock)
         request = Request(

@@ -216,6 +216,7 @@ def run_benchmark(
     seed: int = 0,
     progress: Progress | None = None,
     known: Sequence[Measurement] = (),
+    learn: Callable[[Setting, str], None] | None = None,
     save: Callable[[Sequence[Measurement]], None] | None = None,
     enough: Callable[[], bool] | None = None,
 ) -> BenchResult:
@@ -231,7 +232,8 @@ def run_benchmark(
     prompt, as in real use, but not from one repeat to the next, where it would remember the very answers.
     A prompt's own ``max_tokens`` is a limit too. An interrupt (Ctrl-C) ends the run with what is measured so far. A
     prompt that can't be answered is skipped and reported.
-    ``known``: what an earlier run of the same measured, which isn't measured again. ``save`` is called with all
+    ``known``: what an earlier run of the same measured, which isn't measured again; ``learn`` is called in its place,
+    with the setting of a candidate and the prompt's id, so that it knows what it would. ``save`` is called with all
     measurements of a prompt, after each. ``enough``, called after each too, ends the run where it returns True.
     Raises OptionError for options that can't work, PromptError if no prompt at all can be answered.
     """
@@ -260,7 +262,12 @@ def run_benchmark(
         for block, (repeat, prompt) in enumerate(itertools.product(range(repeats), prompts)):
             if block % len(prompts) == 0:
                 settings = _settings(cases)
-            if prompt.id in skipped or (prompt.id, repeat) in done:
+            if prompt.id in skipped:
+                continue
+            if (prompt.id, repeat) in done:
+                for setting in settings.values():
+                    if learn and setting is not None:
+                        learn(setting, prompt.id)
                 continue
             own = limited(params, prompt)
             begun = len(measurements)

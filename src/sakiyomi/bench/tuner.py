@@ -8,30 +8,35 @@ then measured live against plain decoding, paired and interleaved: only what was
 from __future__ import annotations
 
 import itertools
+import math
+import operator
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from sakiyomi import drafters
 from sakiyomi.bench.journal import Journal
-from sakiyomi.bench.replay import ChainReplay, PolicyReplay, Recording, Timing, needed_layers, record
+from sakiyomi.bench.replay import ChainReplay, PolicyReplay, Recording, Timing, in_chains, needed_layers, record
 from sakiyomi.bench.runner import PLAIN, BenchResult, Candidate, Progress, Skipped, limited, run_benchmark
 from sakiyomi.bench.workload import Prompt
 from sakiyomi.costs import CostTable, ModelCosts, measure
 from sakiyomi.errors import OptionError, PromptError
 from sakiyomi.interfaces import Verification
 from sakiyomi.sampling import SamplingParams
-from sakiyomi.stats import Stats, speedup
+from sakiyomi.stats import Stats, ratio, speedup_interval
 
 if TYPE_CHECKING:
-    from sakiyomi.llm import LLM
+    from sakiyomi.llm import LLM, Speculation
 
 LIMIT = 0.1  # an error of a prediction beyond which it is said, and more is measured
+LENGTHS = (*range(1, 17), None)
 LEAST_PROMPTS = 3  # to say anything of a workload that has more
 _COSTLY_LENGTHS = 8  # drafters with a model, each token of which takes time, are replayed up to here unless named
 _RECORDING, _LIVE, _BATCHES = 0.45, 0.95, 0.8  # when to go on to the next: shares of the time
+_ONE = 0.1  # share of the time after which a candidate, or the lengths of one, is replayed no further
+_PLAIN_ROUNDS = 4  # of an answer that is known, so that it is seen what they take
 _BATCHED_PROMPTS = 64
 _SAMPLES = 4
 
@@ -48,7 +53,7 @@ class Options:
     """
 
     drafters: tuple[str, ...] = ()
-    lengths: tuple[int | None, ...] = (*range(1, 17), None)
+    lengths: tuple[int | None, ...] = LENGTHS
     verifications: tuple[Verification, ...] = ("coupled",)
     seconds: float = 180.0
     confirm: int = 2
@@ -57,10 +62,11 @@ class Options:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "confirm", operator.index(self.confirm))
         if not self.lengths or any(each is not None and each < 1 for each in self.lengths):
             raise OptionError(f"lengths={list(self.lengths)}: must be numbers from 1 on, or None (as many as pay)")
-        if not self.seconds > 0:
-            raise OptionError(f"seconds={self.seconds}: must be above 0")
+        if not 0 < self.seconds < math.inf:
+            raise OptionError(f"seconds={self.seconds}: must be above 0 and finite")
         if self.confirm < 1:
             raise OptionError(f"confirm={self.confirm}: must be at least 1; only what was measured is recommended")
         if any(low >= high for low, high in itertools.pairwise((0, *self.contexts))):
@@ -103,10 +109,10 @@ class Tuning:
     """What a tuning found.
 
     ``answered``: prompts that were replayed. ``predicted``: of each candidate by name, and of plain decoding, the
-    replayed rounds by prompt id, with predicted times. ``live``: what was measured; None where time was too short.
-    ``drafted_by``: the drafters of each spec, by name. ``costs``: of the target as measured now. ``seconds``: that each
-    part took. ``left_out``: prompts that there was no time to answer. ``failed``: candidates that couldn't be replayed,
-    and why.
+    replayed rounds by prompt id, with predicted times; fewer prompts where replaying took long. ``live``: what was
+    measured. ``costs``: of the target as measured at first, of which ``speed`` times the seconds pass now. ``seconds``:
+    that each part took. ``left_out``: prompts that there was no time to answer. ``failed``: candidates of which a
+    drafter failed in the replay, and of what.
     """
 
     prompts: tuple[Prompt, ...]
@@ -128,25 +134,20 @@ class Tuning:
 
     def predicted_speedup(self, case: str, ids: Sequence[str] | None = None) -> float | None:
         """Return plain TPOT / TPOT as predicted, over these prompts (None: all)."""
-        chosen = [each.prompt.id for each in self.answered] if ids is None else ids
-        plain = [self.predicted[PLAIN][each] for each in chosen if each in self.predicted.get(case, {})]
-        if not plain:
-            return None
-        return speedup(Stats.merge(plain), Stats.merge(self.predicted[case][each] for each in chosen))
+        by_id = self.predicted.get(case, {})
+        chosen = [each for each in (by_id if ids is None else ids) if each in by_id]
+        plain = [self.predicted[PLAIN][each] for each in chosen]
+        return ratio(_tpot_s(plain), _tpot_s([by_id[each] for each in chosen]))
 
-    def best(self, spec: str, *, adaptive: bool = True) -> Candidate | None:
-        """Return the candidate of these drafters that is predicted to be fastest; without ``adaptive`` of chains."""
-        return max(
-            (
-                each
-                for each in self.candidates
-                if each.drafter == spec
-                and (adaptive or each.num_speculative_tokens)
-                and self.predicted_speedup(each.name) is not None
-            ),
-            key=lambda each: self.predicted_speedup(each.name) or 0.0,
-            default=None,
-        )
+    def best(self, spec: str) -> Candidate | None:
+        """Return the candidate of these drafters that is predicted to be fastest, None where nothing is known."""
+        speeds = {each: self.predicted_speedup(each.name) for each in self.candidates if each.drafter == spec}
+        known = {each: speed for each, speed in speeds.items() if speed is not None}
+        return max(known, key=lambda each: known[each], default=None)
+
+
+def _tpot_s(many: Sequence[Stats]) -> float | None:
+    return ratio(sum(each.decode_s for each in many), sum(each.decode_tokens for each in many))
 
 
 def specs(llm: LLM) -> tuple[str, ...]:
@@ -194,14 +195,17 @@ class _Tuner:
         self._journal, self._report = journal, progress
         self._began = time.perf_counter()
         self._seconds: dict[str, float] = {}
+        self._turns: dict[str, tuple[str, int]] = {}  # of follow-ups: the first prompt's id, and which turn it is
+        self._recordings: dict[str, Recording] = {}  # without states
         self._skipped: list[Skipped] = []
         self._left_out = 0
 
     def run(self) -> Tuning:
         self._report(0, 1, "measuring the model")
         resumed = self._journal.resumed
-        replays = _Replays(self._llm, self._options, ModelCosts(measure(self._llm.target)))
+        replays = _Replays(self._llm, self._options, ModelCosts(measure(self._llm.target)), self._is_over)
         answered = self._answer(replays)
+        self._timing = replays.timing
         tuning = Tuning(
             prompts=tuple(self._prompts),
             answered=tuple(answered),
@@ -223,7 +227,7 @@ class _Tuner:
         chosen = self._finalists(tuning)
         live = self._confirm(tuning, chosen)
         tuning = replace(tuning, live=live)
-        best = _fastest(live) if live else None
+        best = fastest(live, self._options.seed)
         if best is not None:
             tuning = replace(tuning, batches=self._batches(tuning, best), samples=self._samples(tuning, best))
         return tuning
@@ -255,8 +259,10 @@ class _Tuner:
             answered.append(
                 Answered(prompt, len(recording.prompt), recording.tokens, prompt.response is not None, matches)
             )
+            self._recordings[prompt.id] = replace(recording, states={})
+            del recording  # its states may be large
             if prompt.follow_ups:
-                waiting.appendleft(_follow_up(prompt, self._llm.tokenizer.decode(recording.tokens)))
+                waiting.appendleft(self._follow_up(prompt, answered[-1]))
                 total += 1
             if self._is_over(_RECORDING):
                 break
@@ -271,9 +277,21 @@ class _Tuner:
         if prompt.response is not None:
             recorded = tuple(self._llm.tokenizer.encode(prompt.response, special=False))
         params = limited(self._params, prompt)
-        recording = record(self._llm, prompt.input, params, layers=layers, expected=known or recorded or ())
-        length = min(len(recorded or ()), len(recording.tokens))
-        return recording, recorded is not None and recorded[:length] == recording.tokens[:length]
+        expected = (known or recorded or ())[:-_PLAIN_ROUNDS]
+        recording = record(self._llm, prompt.input, params, layers=layers, expected=expected)
+        return recording, recorded is not None and _is_given(recorded, recording)
+
+    def _follow_up(self, prompt: Prompt, answered: Answered) -> Prompt:
+        """Return what the user says next, after an answer."""
+        first, turn = self._turns.get(prompt.id, (prompt.id, 1))
+        name = f"{first}, turn {turn + 1}"
+        while any(each.id == name for each in self._prompts):
+            name += "'"
+        self._turns[name] = first, turn + 1
+        messages = prompt.messages or ({"role": "user", "content": prompt.text},)
+        answer = {"role": "assistant", "content": self._llm.tokenizer.decode(answered.token_ids)}
+        said = (*messages, answer, {"role": "user", "content": prompt.follow_ups[0]})
+        return replace(prompt, id=name, messages=said, text="", response=None, follow_ups=prompt.follow_ups[1:])
 
     def _took(self, part: str, seconds: float) -> None:
         self._seconds[part] = self._seconds.get(part, 0.0) + seconds
@@ -298,13 +316,12 @@ class _Tuner:
         until = _BATCHES if self._options.batch_sizes else _LIVE
         began = time.perf_counter()
         names = {PLAIN, *(each.name for each in chosen)}
-        known = [each for each in self._journal.measurements if each.case in names]
-        complete = {
-            key
-            for key, group in itertools.groupby(known, key=lambda each: (each.prompt_id, each.repeat))
-            if {each.case for each in group} == names
+        blocks = {
+            (block[0].prompt_id, block[0].repeat): block
+            for block in self._journal.blocks
+            if {each.case for each in block} == names and block[0].prompt_id in self._recordings
         }
-        known = [each for each in known if (each.prompt_id, each.repeat) in complete]
+        known = [each for block in blocks.values() for each in block]
         result: BenchResult | None = None
         for repeats in (1, 2):
             result = run_benchmark(
@@ -316,6 +333,7 @@ class _Tuner:
                 seed=self._options.seed,
                 progress=lambda done, total, what: self._report(done, total, f"measuring {what}"),
                 known=result.measurements if result else known,
+                learn=self._learn,
                 save=self._journal.measured,
                 enough=lambda: self._is_over(until),
             )
@@ -326,6 +344,11 @@ class _Tuner:
                 break
         self._took("live", time.perf_counter() - began)
         return result
+
+    def _learn(self, setting: Speculation, prompt_id: str) -> None:
+        """Have drafters and policy learn from an answer what they would have learned live; states are gone by now."""
+        without = [each for each in setting.drafters if not getattr(each, "hidden_layers", ())]
+        PolicyReplay(without, setting.policy, self._timing).add(self._recordings[prompt_id])
 
     def _batches(self, tuning: Tuning, best: Candidate) -> tuple[Batch, ...]:
         """Measure the best candidate with several answers at a time."""
@@ -368,97 +391,133 @@ class _Tuner:
         return tuple(reversed(samples))
 
 
+def _is_given(recorded: Sequence[int], recording: Recording) -> bool:
+    """Return whether a recorded response is what the target gives, as far as it may write; its end has no text."""
+    tokens = recording.tokens if recording.finish_reason != "eos" else recording.tokens[:-1]
+    whole = tuple(recorded) in (tokens, recording.tokens)
+    return whole or (recording.finish_reason == "length" and tuple(recorded[: len(tokens)]) == tokens)
+
+
 def prediction_errors(tuning: Tuning, live: BenchResult) -> dict[str, float]:
     """Return predicted / measured speed-up - 1 of every candidate that was measured, on the same prompts."""
     errors = {}
     for case, pairs in paired(live).items():
-        measured = speedup(Stats.merge(p for p, _ in pairs.values()), Stats.merge(s for _, s in pairs.values()))
-        predicted = tuning.predicted_speedup(case, list(pairs)) if case in tuning.predicted else None
+        both = [each for each in pairs if each in tuning.predicted.get(case, {})]
+        measured = ratio(_tpot_s([pairs[each][0] for each in both]), _tpot_s([pairs[each][1] for each in both]))
+        predicted = tuning.predicted_speedup(case, both)
         if measured and predicted:
             errors[case] = predicted / measured - 1
     return errors
 
 
 def paired(live: BenchResult) -> dict[str, dict[str, tuple[Stats, Stats]]]:
-    """Return for every candidate, by prompt id, (plain, candidate): repeats are pooled, incomplete ones left out."""
+    """Return for every candidate, by prompt id, (plain, candidate): of several repeats all, where each is complete."""
     cases = [each.name for each in live.candidates]
-    blocks: dict[tuple[str, int], dict[str, Stats]] = {}
+    blocks: dict[int, dict[str, dict[str, Stats]]] = {}
     for each in live.measurements:
-        blocks.setdefault((each.prompt_id, each.repeat), {})[each.case] = each.stats
-    prompts: dict[str, list[dict[str, Stats]]] = {}
-    for (prompt_id, _), block in blocks.items():
-        if len(block) == len(cases) + 1:
-            prompts.setdefault(prompt_id, []).append(block)
+        blocks.setdefault(each.repeat, {}).setdefault(each.prompt_id, {})[each.case] = each.stats
+    repeats = [
+        {prompt_id: block for prompt_id, block in repeat.items() if len(block) == len(cases) + 1}
+        for repeat in blocks.values()
+    ]
+    # A repeat of some prompts would give them more weight than others.
+    repeats = [each for each in repeats if len(each) == len(repeats[0])]
     return {
         case: {
-            prompt_id: (Stats.merge(each[PLAIN] for each in many), Stats.merge(each[case] for each in many))
-            for prompt_id, many in prompts.items()
+            prompt_id: (
+                Stats.merge(each[prompt_id][PLAIN] for each in repeats),
+                Stats.merge(each[prompt_id][case] for each in repeats),
+            )
+            for prompt_id in (repeats[0] if repeats else ())
         }
         for case in cases
     }
 
 
-def _fastest(live: BenchResult) -> Candidate | None:
-    speeds = {
-        case: speedup(Stats.merge(p for p, _ in pairs.values()), Stats.merge(s for _, s in pairs.values())) or 0.0
-        for case, pairs in paired(live).items()
-        if pairs
+def fastest(live: BenchResult | None, seed: int) -> Candidate | None:
+    """Return the candidate with the highest speed-up as measured, None where nothing could be compared."""
+    if live is None:
+        return None
+    found = paired(live)
+    known = {
+        each: interval.value
+        for each in live.candidates
+        if (interval := speedup_interval(list(found[each.name].values()), seed))
     }
-    return max(live.candidates, key=lambda each: speeds[each.name], default=None) if speeds else None
+    return max(known, key=lambda each: known[each], default=None)
+
+
+@dataclass
+class _Item:
+    """What is replayed together. ``later``: where time is short, after others. ``seconds``: that it took so far."""
+
+    replay: ChainReplay | PolicyReplay
+    candidates: Sequence[Candidate]
+    later: bool
+    seconds: float = 0.0
 
 
 class _Replays:
     """All candidates, each with what it remembers, along answer after answer."""
 
-    def __init__(self, llm: LLM, options: Options, costs: ModelCosts) -> None:
-        self._llm = llm
+    def __init__(self, llm: LLM, options: Options, costs: ModelCosts, is_over: Callable[[float], bool]) -> None:
         self.costs = costs
-        self._timing = Timing(costs)
-        self._plain = PolicyReplay([], None)
+        self.timing = Timing(costs)
+        self._most_s = _ONE * options.seconds
         self._rest_s, self._rest_tokens = 0.0, 0  # of plain rounds as they really were, besides target and drafter
         self._own_s, self._own_rounds = 0.0, 0  # of replayed ones
         self.found: dict[str, dict[str, Stats]] = {PLAIN: {}}
         self.failed: dict[str, str] = {}
-        self._chains: list[tuple[str, ChainReplay]] = []
-        self._policies: list[tuple[Candidate, PolicyReplay]] = []
-        lengths = sorted(each for each in options.lengths if each is not None)
-        candidates: list[Candidate] = []
+        self._is_over = is_over
+        self._items: list[_Item] = []
         layers: frozenset[int] = frozenset()
-        for spec in dict.fromkeys(options.drafters or specs(llm)):
-            own = lengths
-            made = llm.speculation(spec, lengths[0] if lengths else None).drafters
-            if not options.drafters and any(each.costs is not None for each in made):
-                own = [each for each in lengths if each <= _COSTLY_LENGTHS]
+        given = (drafters.parse(spec, llm.given) for spec in options.drafters)
+        for spec in dict.fromkeys(["+".join(names) for names in given] or specs(llm)):
+            made = llm.speculation(spec, 1).drafters
             layers |= needed_layers(made)
-            if own and all(getattr(each, "prefixes", None) is not None for each in made):
-                self._chains.append((spec, ChainReplay(made, own)))
-                candidates += [Candidate(spec, length) for length in own]
-                own = []
-            for length in [*own, *([None] if None in options.lengths else [])]:
+            costly = any(each.costs is not None for each in made)
+            lengths = [each for each in options.lengths if each is not None]
+            if costly and options.lengths == LENGTHS:
+                lengths = [each for each in lengths if each <= _COSTLY_LENGTHS]
+            if lengths and in_chains(made):
+                self._items.append(
+                    _Item(ChainReplay(made, lengths), [Candidate(spec, each) for each in lengths], costly)
+                )
+                lengths = []
+            for length in [*lengths, *([None] if None in options.lengths else [])]:
                 setting = llm.speculation(spec, length)
-                candidate = Candidate(spec, length)
-                candidates.append(candidate)
-                self._policies.append((candidate, PolicyReplay(setting.drafters, setting.policy)))
-        if not candidates:
+                replay = PolicyReplay(setting.drafters, setting.policy)
+                self._items.append(_Item(replay, [Candidate(spec, length)], costly and length is not None))
+        if not self._items:
             raise OptionError("drafters: there is nothing to tune; name a drafter")
+        by_spec = [candidate for item in self._items for candidate in item.candidates]
+        order = list(dict.fromkeys(each.drafter for each in by_spec))
+        self.candidates = tuple(
+            sorted(by_spec, key=lambda each: (order.index(each.drafter), each.num_speculative_tokens or math.inf))
+        )
+        # Where time is short, first what costs little and what is likely to be best.
+        self._items.sort(key=lambda each: each.later)
         self.layers = layers
-        self.candidates = tuple(candidates)
-        for each in candidates:
+        for each in self.candidates:
             self.found[each.name] = {}
 
     def add(self, prompt_id: str, recording: Recording) -> None:
-        """Replay all along an answer."""
+        """Replay all along an answer; where time is short, what there is time for."""
         self._calibrate(recording)
-        plain = self._plain
-        plain.timing = self._timing
+        plain = PolicyReplay([], None, self.timing)
         self.found[PLAIN][prompt_id] = plain.add(recording)
-        for spec, chains in self._chains:
-            chains.timing = self._timing
-            for length, stats in chains.add(recording).items():
-                self._take(Candidate(spec, length), prompt_id, stats)
-        for candidate, policy in self._policies:
-            policy.timing = self._timing
-            self._take(candidate, prompt_id, policy.add(recording))
+        for item in self._items:
+            if self._is_over(_RECORDING) and not item.seconds and item.later:
+                continue
+            if item.seconds > self._most_s:
+                continue
+            item.replay.timing = self.timing
+            began = time.perf_counter()
+            found = item.replay.add(recording)
+            item.seconds += time.perf_counter() - began
+            for candidate in item.candidates:
+                stats = found if isinstance(found, Stats) else found[candidate.num_speculative_tokens or 0]
+                self._take(candidate, prompt_id, stats)
 
     def _take(self, candidate: Candidate, prompt_id: str, stats: Stats) -> None:
         self.found[candidate.name][prompt_id] = stats
@@ -477,7 +536,7 @@ class _Replays:
         self._own_rounds += len(replayed.records)
         round_s = self._own_s / self._own_rounds
         token_s = max(0.0, self._rest_s / self._rest_tokens - round_s) if self._rest_tokens else 0.0
-        self._timing = Timing(self.costs, round_s, token_s)
+        self.timing = Timing(self.costs, round_s, token_s)
 
 
 def _in_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -487,14 +546,3 @@ def _in_turns(prompts: Sequence[Prompt]) -> list[Prompt]:
         groups.setdefault(each.category, []).append(each)
     turns: Iterator[tuple[Prompt | None, ...]] = itertools.zip_longest(*groups.values())
     return [each for turn in turns for each in turn if each is not None]
-
-
-def _follow_up(prompt: Prompt, answer: str) -> Prompt:
-    """Return what the user says next, after an answer."""
-    first, _, number = prompt.id.rpartition("/turn ")
-    name = f"{first}/turn {int(number) + 1}" if first else f"{prompt.id}/turn 2"
-    messages = prompt.messages or ({"role": "user", "content": prompt.text},)
-    said = ({"role": "assistant", "content": answer}, {"role": "user", "content": prompt.follow_ups[0]})
-    return replace(
-        prompt, id=name, messages=(*messages, *said), text="", response=None, follow_ups=prompt.follow_ups[1:]
-    )

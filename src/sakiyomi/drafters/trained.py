@@ -449,8 +449,8 @@ class StateDrafter(TreeDrafter):
 class StateSession(TreeSession):
     """Such a drafter beside one sequence: keys and values of rows made of the target's own states.
 
-    Where its context is full, or much is to be read (a long prompt, many rounds in which no draft was wanted), it
-    begins anew with the last of the states that it hasn't read.
+    It begins anew where its context is full, at multiples of its length; but where many states aren't read yet (a long
+    prompt, many rounds in which no draft was wanted) with the last of these.
     """
 
     def __init__(self, drafter: StateDrafter, prompt: Sequence[int], params: SamplingParams, sampled: bool) -> None:
@@ -472,13 +472,18 @@ class StateSession(TreeSession):
         """Take the states of the tokens that follow; they are computed when the next draft begins."""
         states, count = self._states, hidden[0].shape[0]
         waiting = states.count + count
-        rows = self._held - self._skipped + waiting
-        if waiting > self._most or rows >= self._drafter.context_length:  # there is a token after the last state
-            kept = min(waiting, self._few)
-            states.drop(min(states.count, waiting - kept))
+        total, room = self._held + waiting, self._drafter.context_length
+        full = total - self._skipped >= room  # there is a token after the last state
+        if waiting > self._most or full:
+            if waiting >= self._few:
+                begin = total - self._few
+            else:  # at the same places, whatever pieces the states come in
+                every = max(1, room - 1)
+                begin = max((total - 1) // every * every, self._held)
+            kept = total - begin
+            states.drop(states.count - max(0, kept - count))
             hidden = [each[max(0, count - kept) :] for each in hidden]
-            self._held += waiting - kept
-            self._skipped = self._held
+            self._held = self._skipped = begin
             self._memory.truncate(0)
         states.add(hidden)
 
