@@ -197,7 +197,7 @@ def test_a_replay_needs_nothing_but_tokens():
         (1, 2, 3), (1, 2, 3, 1, 2), SamplingParams(max_new_tokens=5), 9, 64, 16, Stats((), 0, 0), "length"
     )
     stats = ChainReplay([NgramDrafter()], [3]).add(recording)[3]
-    assert what_happened(stats) == [("ngram", 0, 0, 0, 1, 3, 0), ("ngram", 3, 3, 3, 4, 4, 3)]
+    assert what_happened(stats) == [("", 0, 0, 0, 1, 3, 0), ("ngram", 3, 3, 3, 4, 4, 3)]
     assert stats.tokens_per_target_call == 2.5
 
 

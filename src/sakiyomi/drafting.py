@@ -139,10 +139,15 @@ def _of_rows(hidden: torch.Tensor, rows: Sequence[int] | None) -> torch.Tensor:
     return hidden[torch.tensor(rows, device=hidden.device)]
 
 
+_INT = {int}
+
+
 def _checked(draft: Draft, budget: int, vocab_size: int, name: str, sampled: bool) -> Draft:
     """Return a draft with all that is optional filled in. Raises DrafterError for what the target can't compute."""
-    count = len(draft)
-    if any(type(token) is not int or not 0 <= token < vocab_size for token in draft.tokens):
+    count = len(draft.tokens)
+    if not count:
+        return draft if draft.drafter == name and draft.distributions is None else Draft(drafter=name)
+    if set(map(type, draft.tokens)) != _INT or min(draft.tokens) < 0 or max(draft.tokens) >= vocab_size:
         raise DrafterError(f"it proposed {draft.tokens}: token ids must be ints in 0..{vocab_size - 1}")
     if draft.parents is not None:
         if len(draft.parents) != count:
@@ -150,19 +155,23 @@ def _checked(draft: Draft, budget: int, vocab_size: int, name: str, sampled: boo
         if any(not -1 <= parent < i for i, parent in enumerate(draft.parents)):
             raise DrafterError(f"it gave parents {draft.parents}: each must be -1 or the index of a token before")
     confidences = draft.confidences or (1.0,) * count
-    if len(confidences) != count or not all(0 < each <= 1 for each in confidences):
+    # A sum tells what is no number, which compares as it likes.
+    if len(confidences) != count or not (min(confidences) > 0 and max(confidences) <= 1 and sum(confidences) > 0):
         raise DrafterError(f"it gave confidences {confidences}: must be one in (0, 1] for each of {count} tokens")
-    if (deepest := depth(draft)) > budget:
+    if count > budget and (deepest := depth(draft)) > budget:
         raise DrafterError(f"it proposed {deepest} tokens in a row: at most {budget} were asked for")
-    distributions = draft.distributions if sampled and count else None
-    if sampled and count:
+    distributions = draft.distributions if sampled else None
+    if sampled:
         if distributions is None or len(distributions) != count:
             raise DrafterError(f"it gave {len(distributions or ())} distributions for {count} sampled tokens")
         for token, distribution in zip(draft.tokens, distributions, strict=True):
             if not distribution.fits(vocab_size) or distribution.probability(token) <= 0:
                 raise DrafterError(f"it can't have drawn token {token} from the distribution that it gave")
-    chain = draft.parents is None or all(parent == i - 1 for i, parent in enumerate(draft.parents))
-    return Draft(draft.tokens, None if chain else draft.parents, confidences, name, distributions)
+    parents = None if draft.parents == tuple(range(-1, count - 1)) else draft.parents
+    same = (parents, confidences, name) == (draft.parents, draft.confidences, draft.drafter)
+    if same and distributions is draft.distributions:
+        return draft
+    return Draft(draft.tokens, parents, confidences, name, distributions)
 
 
 def depth(draft: Draft) -> int:

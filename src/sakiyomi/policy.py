@@ -102,7 +102,7 @@ class FixedSession:
             if best.tokens and (source.sampled or source.costs is not None):
                 break
             draft = first_path(source.propose(count))
-            if len(self._sources) == 1 or (draft.tokens and source.sampled):
+            if draft.tokens and (source.sampled or len(self._sources) == 1):
                 return draft
             if (total := sum(_survivals(draft, draft.confidences))) > most:
                 best, most = draft, total
