@@ -23,8 +23,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from sakiyomi.bench import page
-from sakiyomi.bench.page import charts, require_charts, write_page, write_plots
+from sakiyomi.bench.charts import COLOURS, DARK, LIGHT, charts
+from sakiyomi.bench.page import require_charts, write_page, write_plots
 from sakiyomi.errors import OptionError
 
 CHARTS = [
@@ -333,7 +333,7 @@ def test_the_page_loads_nothing_and_runs_its_own_scripts_only(html: str) -> None
     assert re.findall(r"'sha256-([^']*)'", policy[1]) == hashes
     assert len(hashes) == 2
     assert "<!--" not in scripts[0]
-    assert "var(" not in json.dumps(page.LIGHT | page.DARK)
+    assert "var(" not in json.dumps(LIGHT | DARK)
 
 
 def hostile(value: Any, key: str = "") -> Any:
@@ -348,6 +348,7 @@ def hostile(value: Any, key: str = "") -> Any:
 
 def test_texts_are_escaped_wherever_they_stand(result: dict[str, Any], tmp_path: Path) -> None:
     result = {**result, "prediction": {**result["prediction"], "warning": "Beware."}}
+    result["candidates"] = [{**each, "failed": "table: no luck"} for each in result["candidates"]]
     evil = hostile(result)
     evil["recommendation"]["verdict"] = "faster"
     plain, found = Reader(build(tmp_path, result)), build(tmp_path, evil)
@@ -428,6 +429,46 @@ def test_nan_and_half_characters_become_what_json_and_utf8_can_hold(tmp_path: Pa
     assert Reader(text).rows["seconds"] == [["plain", "–"], ["live", "–"]]
 
 
+@pytest.mark.parametrize("verdict", ["faster", "off", "unclear", "slower", None])
+def test_how_to_use_a_setting_is_told_where_there_is_one(verdict: str | None, tmp_path: Path) -> None:
+    """Without a verdict no settings are written, and the command would end in an error."""
+    told = "settings" in Reader(build(tmp_path, {"recommendation": {"verdict": verdict}})).text
+    assert told == (verdict in ("faster", "off"))
+    assert "settings" not in Reader(build(tmp_path, {})).text
+
+
+def test_nulls_where_nobody_expects_them_are_no_end(result: dict[str, Any], tmp_path: Path) -> None:
+    """A page is drawn of what there is: a tuning took its time."""
+    holes = copy.deepcopy(result)
+    for each in holes["candidates"]:
+        each["case"] = None
+        each["predicted"]["per_position_reached"] = [20, 20, None]
+        if each["measured"]:
+            each["measured"]["by_context"][0]["from"] = None
+            each["measured"]["by_context"][1]["to"] = None
+            del each["measured"]["by_context"][2]["to"]
+    for i, each in enumerate(holes["batches"]):
+        each["batch_size" if i % 2 else "case"] = None
+    holes["recommendation"]["case"] = None
+    holes["samples"][0] |= {"tokens": None, "case": None}
+    holes["exactness"]["identical"] = None
+    holes["plain"]["ttft_s"][0] = None
+    read = Reader(build(tmp_path, holes))
+    assert [name for name in CHARTS if f"spec-{name}" in read.text] == CHARTS
+    assert "Not compared" in read.text["exactness"]
+    assert {row[0] for row in read.rows["candidates"][1:]} == {"–"}
+    assert read.outputs[0] == "\n"
+    assert "None" not in "".join(text for key, text in read.text.items() if not key.startswith("result"))
+    write_plots(holes, tmp_path / "plots")
+
+
+def test_what_a_candidate_failed_of_is_in_its_row(result: dict[str, Any], tmp_path: Path) -> None:
+    first, second, *_ = result["candidates"]
+    candidates = [{**first, "failed": "table: RuntimeError: no luck"}, {**second, "failed": None}]
+    rows = Reader(build(tmp_path, {"candidates": candidates})).rows["candidates"]
+    assert [row[0] for row in rows[1:]] == [f"{first['case']}table: RuntimeError: no luck", second["case"]]
+
+
 def test_off_names_the_setting_that_the_figure_is_of(result: dict[str, Any], tmp_path: Path) -> None:
     off = {"case": "plain", "drafter": "none", "verdict": "off", "sentence": "Off.", "measured": "ngram k=4"}
     read = Reader(build(tmp_path, {"recommendation": {**off, "speedup": 0.93, "low": 0.9, "high": 0.97}}))
@@ -485,13 +526,35 @@ def test_acceptance_by_position_is_of_the_largest_k_of_each_drafter() -> None:
     assert rows == [("a", 1, 0.5), ("a", 3, 0.4), ("b", 1, 0.7)]
 
 
+def test_positions_end_where_few_rounds_reached_one() -> None:
+    """What is further on would stand in its place: positions are counted."""
+    found = {"per_position_acceptance": [0.9, 0.8, 0.7, 0.6], "per_position_reached": [50, 20, 9, 12]}
+    (chart,) = charts({"candidates": [{"case": "a", "drafter": "a", "predicted": found}]})
+    assert [(row["x"], row["y"]) for row in chart.layers[0]["data"]["values"]] == [(1, 0.9), (2, 0.8)]
+
+
+def test_more_drafters_than_colours_are_told_apart(result: dict[str, Any], tmp_path: Path) -> None:
+    """And a legend has them all: without a limit of its own, Vega leaves out what comes after thirty."""
+    one = result["candidates"][1]
+    many = [{**one, "case": f"d{i}", "drafter": f"d{i}"} for i in range(40)]
+    for each in charts({"candidates": many}):
+        encoding = each.layers[-1]["encoding"] if each.name == "acceptance-by-position" else each.layers[1]["encoding"]
+        looks = list(zip(encoding["color"]["scale"]["range"], encoding["shape"]["scale"]["range"], strict=True))
+        assert len(set(looks)) == 40, each.name
+        assert each.spec("container")["config"]["legend"]["symbolLimit"] == 0
+    sample = {"id": "x", "tokens": [[f"t{i}", f"d{i}"] for i in range(20)]}
+    style = build(tmp_path, {"samples": [sample]}).split("</style>")[0]
+    marks = re.findall(r"\.d\d+ \{ (text-decoration-style: .*?\));", style)
+    assert len(set(marks)) == len(marks) == 20
+
+
 def linear(colour: str) -> np.ndarray:
     parts = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
     return np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
 
 
-THEMES = pytest.mark.parametrize("theme", [page.LIGHT, page.DARK], ids=["light", "dark"])
-SERIES = [f"c{i}" for i in range(page.COLOURS)]
+THEMES = pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+SERIES = [f"c{i}" for i in range(COLOURS)]
 
 
 @THEMES
@@ -681,7 +744,7 @@ def test_a_browser_follows_the_colour_scheme_without_drawing_again(html: str, sh
         "#costs .role-axis-label text": ("fill", "muted"),
     }
     seen["#costs .mark-line path"] = ("stroke", "c0")
-    for media, theme in (({}, page.DARK), ({"color_scheme": "light"}, page.LIGHT), ({"media": "print"}, page.LIGHT)):
+    for media, theme in (({}, DARK), ({"color_scheme": "light"}, LIGHT), ({"media": "print"}, LIGHT)):
         tab.emulate_media(**media)
         for place, (what, name) in seen.items():
             assert "#" + tab.evaluate(colour, [place, what]) == theme[name], place
@@ -705,6 +768,10 @@ def test_a_browser_of_a_phone_scrolls_down_only(html: str, show: Opened) -> None
 def test_a_browser_runs_nothing_that_texts_hold(result: dict[str, Any], show: Opened, tmp_path: Path) -> None:
     evil = hostile(result)
     evil["recommendation"]["verdict"] = "faster"
+    long = "w" * 300  # a word that can't be broken between words
+    for each, name in zip(evil["samples"] + evil["categories"], ("id", "case", "category"), strict=False):
+        each[name] = long
+    evil["samples"][1]["category"] = evil["prompts"][0]["id"] = evil["candidates"][0]["failed"] = long
     tab = show(build(tmp_path, evil), viewport={"width": 360, "height": 800})
     assert tab.evaluate("window.hacked") is None
     assert tab.locator(".chart svg").count() == len(CHARTS)

@@ -26,10 +26,11 @@ from sakiyomi import cli, core, models
 from sakiyomi.drafters.mlp import MlpConfig, save_mlp
 from sakiyomi.drafters.table import build_table
 from sakiyomi.drafters.trained import load_drafter
-from sakiyomi.errors import DownloadError, OptionError, UnsupportedModelError
+from sakiyomi.errors import CorruptModelError, DownloadError, OptionError, UnsupportedModelError
 from sakiyomi.interfaces import Work
 from sakiyomi.loading import LoadedModel
-from sakiyomi.plan import Part, Plan, machine_memory, make_plan, parse_memory
+from sakiyomi.memory import machine_memory, parse_memory
+from sakiyomi.plan import Part, Plan, make_plan
 from sakiyomi.targets.huggingface import HuggingFaceTarget
 from sakiyomi.targets.linear import Linear
 
@@ -104,6 +105,8 @@ def test_our_decoders(family, options, kernels, held, tmp_path):
     for tokens in (1, 256, 300, 1000):
         assert part.kv_bytes(tokens) == fill(target, tokens)
     assert part.kv_bytes(512) == 512 * part.kv_bytes_per_token
+    growing = (1024 - part.kv_block) * part.kv_bytes_per_token if kernels == "torch" else 0
+    assert part.growing_bytes(1024) == growing
 
 
 def test_head_dims_are_filled_up(tmp_path):
@@ -142,6 +145,11 @@ def test_modules_of_transformers(kind, dtype, held, tmp_path):
     assert part.weights_bytes == near(measured)
     for tokens in (1, 256, 300, 500):
         assert part.kv_bytes(tokens) == fill(target, tokens)
+    sequence = target.new_sequence()
+    target.forward([Work(sequence, [1, 2], None, 0)])
+    together = sequence.groups if target.mode == "packed" else sequence.layers
+    assert (kind == "bloom") == (target.mode == "one by one")
+    assert part.growing_bytes_per_token * sequence.capacity == max(each.nbytes for each in together)
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +229,27 @@ def test_drafters_share_the_targets_table(tiny, tmp_path):
     assert make_plan(tied, trained=folders, dtype="fp32").parts == before
 
 
+@pytest.mark.skipif(not core.available(), reason="the core takes no fp16")
+@pytest.mark.parametrize("name", ["eagle3", "eagle3-embedded"])
+def test_fp16_embeddings_of_eagle3_become_bf16(name, held, tmp_path):
+    """A copy that is as large as what it is of, and no pages of a file."""
+    half = save(make_reference("llama", num_hidden_layers=4), tmp_path / "target", torch.float16)
+    target = LoadedModel.load(half)
+    (tmp_path / "drafter").mkdir()
+    folder = made(name, target, tmp_path / "drafter")
+    full = make_plan(half, drafter="eagle3", trained=folder).parts[1]
+    if name == "eagle3-embedded":
+        assert full.mapped_bytes == 4 * 320 * 64
+        tensors = load_file(folder / "model.safetensors")
+        tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"].half()
+        save_file(tensors, folder / "model.safetensors")
+    part = make_plan(half, drafter="eagle3", trained=folder).parts[1]
+    held.bytes = 0
+    table = load_drafter(folder, target.parts).model.layers._decoder._embedding
+    assert (table.dtype, part.mapped_bytes) == (torch.bfloat16, 0)
+    assert part.weights_bytes == pytest.approx(held.bytes + table.nbytes, abs=4096)
+
+
 def test_a_table_and_a_draft_model(tiny, held, tmp_path):
     small = save(make_reference("llama", num_hidden_layers=1, max_position_embeddings=512), tmp_path / "small")
     (tmp_path / "table").mkdir()
@@ -240,12 +269,42 @@ def test_torch_grows_by_a_quarter():
     """A long sequence has more room than it needs, as much as what fills it token by token has."""
     from sakiyomi.targets.cache import KeyValues
 
-    part, memory = Part("target", kv_bytes_per_token=2 * 4, grows=True), KeyValues(1, 1, 1, torch.float32)
+    part = Part("target", kv_bytes_per_token=2 * 4, growing_bytes_per_token=2 * 4)
+    memory = KeyValues(1, 1, 1, torch.float32)
     for tokens in range(1, 9000):
         memory.reserve(tokens)
         memory.length = tokens
         assert part.kv_bytes(tokens) == memory.nbytes
     assert memory.nbytes > 8 * 9216
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process's peak")
+def test_memory_that_grows_is_there_twice_for_a_moment():
+    """By what the operating system says: of two sequences only one is copied at a time."""
+    script = """
+import torch
+from sakiyomi.targets.cache import KeyValues
+def told(name):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
+before = told("VmRSS")
+sequences = [KeyValues(16, 8, 128, torch.float32) for _ in range(2)]
+for tokens in range(128, 1025, 128):
+    for each in sequences:
+        each.reserve(tokens)
+        each.length = tokens
+print(told("VmHWM") - before, told("VmRSS") - before)
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    peak, after = map(int, run.stdout.split())
+    size = 2 * 16 * 8 * 128 * 4
+    part = Part("target", kv_bytes_per_token=size, growing_bytes_per_token=size, context_length=1024)
+    plan = Plan("it", (part, Part("suffix")), 10**9, 0, 1024, batch_size=2)
+    assert plan.total_bytes(1024) == near(peak)
+    assert 2 * part.kv_bytes(1024) == near(after)
+    assert plan.as_dict()["at_context"]["growing_bytes"] == 768 * size
+    tight = Plan("it", (part,), peak - 20 * 2**20, 0, 1024, batch_size=2)
+    assert tight.longest() == 768, "what is there for a moment has to fit too"
 
 
 def plan_of(memory: int, *, batch_size: int = 1, context_length: int = 10_000) -> Plan:
@@ -289,9 +348,19 @@ def test_amounts():
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="where Linux says it")
-def test_the_machines_memory():
+def test_the_machines_memory(monkeypatch, tmp_path):
+    """All that there is, or in a container what it may use."""
     (total,) = (line.split()[1] for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line)
-    assert machine_memory() == int(total) * 1024
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        limit = tmp_path / name
+        monkeypatch.setattr("sakiyomi.memory._LIMITS", (tmp_path / "missing", limit))
+        for text, expected in (
+            ("max\n", int(total) * 1024),
+            (f"{2**63 - 4096}\n", int(total) * 1024),
+            ("9999\n", 9999),
+        ):
+            limit.write_text(text)
+            assert machine_memory() == expected
 
 
 def test_what_cannot_work_is_told_in_one_line(tiny, tmp_path):
@@ -307,17 +376,42 @@ def test_what_cannot_work_is_told_in_one_line(tiny, tmp_path):
     enough = f"{-(-needed // 10**6)}MB"
     told(f"{enough} would do", folder, "--memory", "300MB")
     assert make_plan(folder, memory=enough).longest(speculating=False) > 0, "what it says would do does"
-    told("context=1025: must be in 1..1024", folder, "--context", "1025")
-    told("context=0: must be in 1..1024", folder, "--context", "0")
+    told("context=1025: must be a whole number in 1..1024", folder, "--context", "1025")
+    told("context=0: must be a whole number in 1..1024", folder, "--context", "0")
     told("batch_size=0: must be", folder, "--batch-size", "0")
     told("memory='1 potato'", folder, "--memory", "1 potato")
     told("dtype='fp8': must be one of", folder, "--dtype", "fp8")
     told("drafter='eagle'", folder, "--drafter", "eagle")
     told("goes without", folder, "--draft-model", folder, "--drafter", "ngram")
+    head = made("mlp", tiny, tmp_path)
+    for options, message in (
+        ({"trained": head, "drafter": "ngram"}, "trained='.*': drafter='ngram' goes without; add .mlp to it"),
+        ({"draft_model": folder, "drafter": "ngram"}, "draft_model='.*': drafter='ngram' goes without; add .model"),
+        ({"memory": 5}, "memory=5: must be an amount with a unit"),
+        ({"batch_size": "x"}, "batch_size='x': must be a whole number from 1 on"),
+        ({"batch_size": True}, "batch_size=True: must be a whole number from 1 on"),
+        ({"context": 1.5}, r"context=1\.5: must be a whole number in 1\.\.1024"),
+        ({"context": True}, r"context=True: must be a whole number in 1\.\.1024"),
+    ):
+        with pytest.raises(OptionError, match=message) as caught:
+            make_plan(tiny.folder, **options)
+        assert "\n" not in str(caught.value)
+    assert make_plan(tiny.folder, trained=head, drafter="none").parts[1:] == (), "as load takes it"
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
         make_plan(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["max_position_embeddings", "intermediate_size", "vocab_size", "hidden_size"])
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_model_without_size_is_corrupt(name, size, tmp_path):
+    """Of such a one no memory would do."""
+    save(make_reference("llama"), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, name: size}))
+    with pytest.raises(CorruptModelError, match=f"makes no sense: {name} {size} must be at least 1"):
+        make_plan(tmp_path, memory="400MB")
 
 
 def test_the_command(tiny):
@@ -325,6 +419,9 @@ def test_the_command(tiny):
     assert result.exit_code == 0, result.exception
     for shown in ("target", "ngram", "K/V of 300 tokens", "1.0 GB", "1,024 tokens, as many as without drafters"):
         assert shown in result.stdout
+    assert ("of that for a moment" in result.stdout) == (not core.available())
+    result = run(cli.app, ["plan", str(tiny.folder), "--context", "700", "--kernels", "torch", "-d", "none"])
+    assert "of that for a moment, while K/V are copied to grow" in result.stdout
     result = run(cli.app, ["plan", str(tiny.folder), "--batch-size", "2", "--context", "300", "--json", "-d", "none"])
     facts = json.loads(result.stdout)
     part = Part(**facts["parts"][0])
@@ -383,7 +480,7 @@ def default() -> LoadedModel:
 def test_the_default_models_memory_of_the_process(options):
     """By what the operating system says that the process gained, files' pages apart."""
     script = """
-import gc, json, sys
+import ctypes, gc, json, sys
 from sakiyomi import models, targets
 from sakiyomi.targets.decoder import DecoderConfig
 def anonymous():
@@ -392,6 +489,8 @@ folder = models.resolve("smollm2-135m", progress=False)
 config, weights = DecoderConfig.from_huggingface(models.read_config(folder)), models.open_weights(folder)
 gc.collect(); before = anonymous()
 target = targets.load_decoder(config, weights, **json.loads(sys.argv[1])); gc.collect()
+trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # what glibc keeps of memory that was freed isn't held
+if trim: trim(0)
 print(anonymous() - before)
 """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -86,6 +86,35 @@ def test_an_openai_batch_is_read_as_its_requests(tmp_path, body, expected):
     assert one(tmp_path, line) == expected
 
 
+def test_a_response_and_a_limit_may_be_in_a_request_or_beside_it(tmp_path):
+    """A measurement of recorded traffic would be without them, and nobody would see it."""
+    beside = {"response": "outer", "max_tokens": 9}
+    found = one(tmp_path, {"body": {"prompt": "x"}, **beside})
+    assert (found.response, found.max_tokens) == ("outer", 9)
+    found = one(tmp_path, {"body": {"prompt": "x", "response": "inner", "max_tokens": 5}, **beside})
+    assert (found.response, found.max_tokens) == ("inner", 5)
+    found = one(tmp_path, {"body": {"prompt": "x", "response": None, "max_completion_tokens": 4}, **beside})
+    assert (found.response, found.max_tokens) == ("outer", 4)
+
+
+@pytest.mark.parametrize(
+    "nulls",
+    [
+        {"messages": None},
+        {"id": None},
+        {"question_id": None},
+        {"category": None},
+        {"turns": None, "conversations": None, "body": None},
+    ],
+    ids=str,
+)
+def test_a_null_is_like_a_key_that_isnt_there(tmp_path, nulls):
+    """Files that were made from columns have every key in every line."""
+    assert one(tmp_path, {**nulls, "prompt": "x"}) == Prompt("1", "all", text="x")
+    assert one(tmp_path, {**nulls, "custom_id": "c", "prompt": "x"}).id == "c"
+    assert one(tmp_path, {"prompt": None, "body": {"messages": None, "prompt": "x"}}) == Prompt("1", "all", text="x")
+
+
 def test_a_conversation_that_ends_with_the_assistant_is_a_prompt_and_its_response(tmp_path):
     """Else the model would be asked to go on after an answer: what a fine-tuning export has isn't meant so."""
     messages = [
@@ -109,6 +138,22 @@ def test_sharegpt_speakers_become_roles(tmp_path, human, gpt):
     roles = ["system", "user", "assistant", "user"]
     messages = tuple({"role": role, "content": text} for role, (_, text) in zip(roles, said, strict=False))
     assert one(tmp_path, line) == Prompt("x_0", "all", messages, response="B")
+
+
+@pytest.mark.parametrize("keys", [("from", "value"), ("role", "content")])
+def test_a_piece_of_a_conversation_begins_where_the_user_speaks(tmp_path, keys):
+    """Chat templates refuse an assistant that speaks first, and half of ShareGPT is pieces that begin so."""
+    said = [("system", "s"), ("assistant", "A"), ("user", "b"), ("assistant", "B"), ("user", "c"), ("assistant", "C")]
+    line = {"conversations": [dict(zip(keys, each, strict=True)) for each in said]}
+    kept = ({"role": role, "content": text} for role, text in (said[0], *said[2:5]))
+    assert one(tmp_path, line) == Prompt("1", "all", tuple(kept), response="C")
+    assert one(tmp_path, {"conversations": line["conversations"][2:3]}) == Prompt("1", "all", user("b"))
+
+
+def test_tools_that_nobody_uses_are_no_matter(tmp_path):
+    """Exports have the keys in every line."""
+    messages = [HI, {"role": "assistant", "content": "x", "tool_calls": [], "function_call": None}]
+    assert one(tmp_path, {"body": {"messages": messages, "tools": []}}).response == "x"
 
 
 def test_content_in_parts_is_joined(tmp_path):
@@ -142,11 +187,18 @@ def test_without_an_id_the_number_of_the_line_counts_blank_ones(tmp_path):
 
 def test_an_id_that_is_there_twice_names_both_lines(tmp_path):
     path = write(tmp_path / "w.jsonl", {"id": 3, "prompt": "x"}, {"prompt": "y"}, {"prompt": "z"})
-    with pytest.raises(OptionError, match=r"w\.jsonl, line 3: the id '3' is there twice; .*, and line 1 has it$"):
+    numbered = "the id '3' is there twice (a line without an id has its number); every id must be different, and line 1"
+    with pytest.raises(OptionError, match=rf"w\.jsonl, line 3: {re.escape(numbered)} has it$"):
         read_workload(path)
     found = read_workload(path, skip_bad=True)
     assert [(prompt.id, prompt.text) for prompt in found.prompts] == [("3", "x"), ("2", "y")]
-    assert found.bad == ("line 3: the id '3' is there twice; every id must be different, and line 1 has it",)
+    assert found.bad == (f"line 3: {numbered} has it",)
+    path = write(tmp_path / "w.jsonl", {"prompt": "x"}, {"id": 1, "prompt": "y"})
+    with pytest.raises(OptionError, match=r"the id '1' is there twice \(a line without an id has its number\); "):
+        read_workload(path)
+    path = write(tmp_path / "w.jsonl", GOOD, GOOD)
+    with pytest.raises(OptionError, match="line 2: the id 'a' is there twice; every id must be different, and line 1"):
+        read_workload(path)
 
 
 # ---------------------------------------------------------------- sources
@@ -206,6 +258,31 @@ def test_a_folder_has_a_plain_prompt_for_each_text_file_in_the_order_of_their_na
         Prompt("chat/deep/y.TXT", "deep", text="Y"),
         Prompt("chat/x.txt", "chat", text="先読み"),
     )
+
+
+def test_names_that_begin_with_a_dot_are_no_prompts(tmp_path):
+    """Notes of editors and of git would be measured."""
+    folder(tmp_path)
+    for name in (".hidden.txt", ".git/x.md", "chat/.deep/y.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("no prompt")
+    assert [each.id for each in load_workload(tmp_path)] == ["a.md", "b.txt", "chat/deep/y.TXT", "chat/x.txt"]
+
+
+def test_a_link_to_a_folder_is_not_left_out_unseen(tmp_path):
+    inner = folder(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    try:
+        (inner / "chat" / "more").symlink_to(tmp_path / "out", target_is_directory=True)
+        (inner / ".hidden").symlink_to(tmp_path / "out", target_is_directory=True)
+        (inner / "z.txt").symlink_to(inner / "b.txt")
+    except OSError:
+        pytest.skip("no links here")
+    with pytest.raises(OptionError, match="file 'chat/more': is a link to a folder, and not followed; put the folder"):
+        load_workload(inner)
+    found = read_workload(inner, skip_bad=True)
+    assert [each.id for each in found.prompts] == ["a.md", "b.txt", "chat/deep/y.TXT", "chat/x.txt", "z.txt"]
+    assert len(found.bad) == 1
 
 
 def test_bad_files_of_a_folder_are_named(tmp_path):
@@ -331,7 +408,20 @@ def chat(*messages: Any) -> dict[str, Any]:
         ({"body": {"prompt": "x", "max_completion_tokens": 0}}, r"body\.max_completion_tokens 0: must be a whole"),
         ({"conversations": {}}, "conversations: must be a list with at least one message; each line must be like"),
         ({"conversations": ["hi"]}, r"conversations\[0\]: must be an object with from and value"),
-        ({"conversations": [HI]}, r"conversations\[0\]: must be an object with from and value"),
+        ({"conversations": [{"role": "user", "value": "x"}]}, r"\[0\]: must be an object with role and content"),
+        ({"prompt": None}, "has neither messages nor prompt; each line must be like"),
+        ({"prompt": " \n"}, "prompt: is white space alone; must have the text of one prompt"),
+        ({"turns": ["x", "\t"]}, r"turns\[1\]: is white space alone"),
+        (chat({"role": "user", "content": " "}), r"messages\[0\]\.content: is white space alone"),
+        ({"body": {"prompt": "x"}, "max_tokens": 0}, r"(?<=: )max_tokens 0: must be a whole number"),
+        ({"body": {"prompt": "x"}, "response": ""}, r"(?<=: )response: must be a non-empty text"),
+        ({"body": {**chat(HI), "tools": [{}]}}, r"body\.tools: must be left out; a prompt is what system, user and"),
+        ({"body": {**chat(HI), "functions": [{}]}}, r"body\.functions: must be left out; a prompt is"),
+        (
+            chat(HI, {"role": "assistant", "content": None, "tool_calls": [{}]}),
+            r"messages\[1\]\.tool_calls: must be left out; a message is what system, user or assistant say",
+        ),
+        (chat(HI, {"role": "assistant", "content": "x", "function_call": {}, "tool_calls": [1]}), "tool_calls: must"),
         ({"conversations": [{"from": "tool", "value": "x"}]}, r"\[0\]\.from 'tool': must be one of human, user, .*gpt"),
         ({"conversations": [{"from": None, "value": "x"}]}, r"conversations\[0\]\.from: must be a non-empty text"),
         ({"conversations": [{"from": "human", "value": ""}]}, r"conversations\[0\]\.value: must be a non-empty text"),

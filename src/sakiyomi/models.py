@@ -183,6 +183,51 @@ def open_weights(folder: str | os.PathLike[str]) -> Weights:
     return Weights(folder, {name: opened[shard][name] for name, shard in shards.items()})
 
 
+def headers(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """Return the weights of a model folder without their data, on torch's device "meta". Raises what open_weights does.
+
+    Mapping a tensor reads none of it.
+    """
+    weights = open_weights(folder)
+    return {name: weights[name].to("meta") for name in weights}
+
+
+def resolve_headers(model: str | os.PathLike[str], *, progress: bool = True) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Return a folder with a model's config.json, and its weights without their data.
+
+    As :func:`resolve` and :func:`headers`, but of a hub model that isn't in the hub's cache the configuration and the
+    weights' headers are fetched alone. Raises what these raise.
+    """
+    name, path = os.fspath(model), Path(model).expanduser()
+    on_hub = _HUB_ID.fullmatch(name) and name not in KNOWN_MODELS and path.suffix.lower() != ".gguf"
+    if not isinstance(model, str) or not on_hub or path.exists():
+        folder = resolve(model, progress=progress)
+        return folder, headers(folder)
+    import torch
+    from huggingface_hub import get_safetensors_metadata, hf_hub_download, try_to_load_from_cache
+
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+        if isinstance(cached, str) and any(Path(cached).parent.glob("*.safetensors")):
+            return Path(cached).parent, headers(Path(cached).parent)
+        config = Path(hf_hub_download(name, "config.json"))
+        files = get_safetensors_metadata(name).files_metadata.values()
+    except ModelError:  # of what is in the cache
+        raise
+    except Exception as error:  # the hub raises its HTTP library's errors too
+        raise DownloadError(
+            f"couldn't fetch the configuration of {name!r} from the hub: {' '.join(str(error).split())}; "
+            "check the name, the network and HF_HUB_OFFLINE, or name a local folder or .gguf file"
+        ) from error
+    known = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    known |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16}
+    return config.parent, {
+        tensor: torch.empty(info.shape, dtype=known.get(info.dtype, torch.uint8), device="meta")
+        for file in files
+        for tensor, info in file.tensors.items()
+    }
+
+
 def _open_safetensors(path: Path) -> dict[str, Path]:
     """Check a file's header and map the name of each of its tensors to the file."""
     from safetensors import SafetensorError, safe_open

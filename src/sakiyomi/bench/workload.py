@@ -63,12 +63,14 @@ def read_workload(source: str | PathLike[str], *, skip_bad: bool = False) -> Wor
     """Return the prompts of a file of JSON lines or of one JSON array, of a folder, or of standard input (``-``).
 
     All are UTF-8. In a folder every .txt and .md file, at any depth, is one plain prompt; the folder that it lies in
-    is its category. A line is one of these objects, whose other keys are ignored:
+    is its category. Names that begin with a dot are passed over; a link to a folder is an error, as it isn't followed.
+    A line is one of these objects, whose other keys are ignored, as are keys with null:
 
     - ``messages`` or ``prompt``, with ``response`` and ``max_tokens`` or without
     - ``turns``, as in Spec-Bench: the first is the prompt, the others are its follow-ups
-    - ``conversations``, as in ShareGPT
-    - ``body``, a request of an OpenAI batch
+    - ``conversations``, as in ShareGPT: what the assistant says before the user does is dropped, since there long
+      conversations are in pieces
+    - ``body``, a request of an OpenAI batch without tools; a ``response`` and ``max_tokens`` may be in it or beside it
 
     Where the assistant's message is the last it is the recorded response, and no part of the prompt. ``id``, else
     ``question_id`` or ``custom_id`` (default: the line number), and ``category`` (default: all) are optional.
@@ -139,7 +141,10 @@ def _gather(name: str, unit: str, entries: _Entries, skip_bad: bool) -> Workload
         try:
             prompt = read()
             if first := places.get(prompt.id):
-                raise ValueError(f"the id {prompt.id!r} is there twice; every id must be different, and {first} has it")
+                numbered = prompt.id == str(label) or first == f"{unit} {prompt.id}"
+                why = f" (a {unit} without an id has its number)" if numbered else ""
+                twice = f"the id {prompt.id!r} is there twice{why}"
+                raise ValueError(f"{twice}; every id must be different, and {first} has it")
         except ValueError as error:
             wanted = f"; each {unit} {_FORMATS}" if isinstance(error, _FormatError) else ""
             if not skip_bad:
@@ -157,8 +162,14 @@ def _folder(root: Path) -> _Entries:
     def fail(error: OSError) -> NoReturn:  # else a folder that can't be read counts as empty
         raise OSError(error.errno, f"{error.filename}: {error.strerror}")
 
-    paths = (Path(folder, name) for folder, _, names in os.walk(root, onerror=fail) for name in names)
-    found = {path.relative_to(root).as_posix(): path for path in paths if path.suffix.lower() in (".txt", ".md")}
+    found: dict[str, Path] = {}
+    for folder, inner, names in os.walk(root, onerror=fail):
+        inner[:] = [name for name in inner if not name.startswith(".")]  # those that are gone through
+        links = [name for name in inner if os.path.islink(os.path.join(folder, name))]
+        texts = [name for name in names if not name.startswith(".") and name.lower().endswith((".txt", ".md"))]
+        for name in (*links, *texts):
+            path = Path(folder, name)
+            found[path.relative_to(root).as_posix()] = path
     if not found:
         raise OSError(ENOENT, "a folder without .txt and .md files")
     for name in sorted(found):
@@ -167,6 +178,8 @@ def _folder(root: Path) -> _Entries:
 
 
 def _text_file(path: Path, name: str, category: str) -> Prompt:
+    if path.is_dir():
+        raise ValueError("is a link to a folder, and not followed; put the folder itself there, or name it alone")
     try:
         text = _decoded(path.read_bytes().removeprefix(b"\xef\xbb\xbf"))
         name.encode("utf-8")
@@ -218,6 +231,7 @@ def _entry(entry: Any, number: int) -> Prompt:
         entry = _loaded(entry)
     if not isinstance(entry, dict):
         raise _FormatError("not a JSON object")
+    entry = _given(entry)
     key = next((key for key in ("id", "question_id", "custom_id") if key in entry), "id")
     name, category = entry.get(key, number), entry.get("category", "all")
     if isinstance(name, bool) or not isinstance(name, str | int) or name == "":
@@ -225,34 +239,55 @@ def _entry(entry: Any, number: int) -> Prompt:
     if not isinstance(category, str) or not category:
         raise ValueError(f"category {shortened(category)}: must be a text")
 
-    where = ""
+    sources = [(entry, "")]  # of the prompt, its response and its limit, with the place for messages
     if "body" in entry and entry.keys().isdisjoint(_READERS):  # an OpenAI batch
-        entry, where = entry["body"], "body."
-        if not isinstance(entry, dict) or entry.keys().isdisjoint(_READERS):
+        body = _given(entry["body"]) if isinstance(entry["body"], dict) else {}
+        if body.keys().isdisjoint(_READERS):
             raise ValueError("body: must be an object with messages or prompt")
-    form = next((form for form in _READERS if form in entry), None)
+        if tools := next((tools for tools in ("tools", "functions") if body.get(tools)), None):
+            raise ValueError(f"body.{tools}: must be left out; a prompt is what system, user and assistant say")
+        sources.insert(0, (body, "body."))
+    source, where = sources[0]
+    form = next((form for form in _READERS if form in source), None)
     if form is None:
         raise _FormatError("has neither messages nor prompt")
-    fields = _READERS[form](entry[form], where + form)
-    if entry.get("response") is not None:
+    fields = _READERS[form](source[form], where + form)
+    response = _first(sources, "response")
+    if response is not None:
         if "response" in fields:
             raise ValueError(f"response: {form} ends with one, the assistant's; leave out one of them")
-        fields["response"] = _text(entry["response"], f"{where}response")
-    for limit in ("max_tokens", "max_completion_tokens"):  # OpenAI's old name and its new one, which wins
-        if entry.get(limit) is not None:
-            fields["max_tokens"] = _count(entry[limit], where + limit)
+        fields["response"] = _text(*response)
+    limit = _first(sources, "max_completion_tokens", "max_tokens")  # OpenAI's new name, which wins, and its old one
+    if limit is not None:
+        fields["max_tokens"] = _count(*limit)
     return Prompt(_text(str(name), key), _text(category, "category"), **fields)
+
+
+def _given(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return what an object says: in files of columns, what isn't there is null."""
+    return {key: value for key, value in entry.items() if value is not None}
+
+
+def _first(sources: Sequence[tuple[dict[str, Any], str]], *keys: str) -> tuple[Any, str] | None:
+    """Return the value of the first of these keys in the first source that has one, and its place for messages."""
+    found = ((source[key], where + key) for source, where in sources for key in keys if key in source)
+    return next(found, None)
 
 
 def _spec_bench(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, list) or not value:
         raise ValueError(f"{where}: must be a list with at least one text")
-    first, *others = (_text(turn, f"{where}[{i}]") for i, turn in enumerate(value))
+    first, *others = (_said(turn, f"{where}[{i}]") for i, turn in enumerate(value))
     return {"messages": ({"role": "user", "content": first},), "follow_ups": tuple(others)}
 
 
-def _chat(value: Any, where: str, speaker: str = "role", said: str = "content") -> dict[str, Any]:
-    """Return the messages, and as the response the assistant's where that is the last: no prompt ends with it."""
+def _chat(
+    value: Any, where: str, speaker: str = "role", said: str = "content", *, piece: bool = False
+) -> dict[str, Any]:
+    """Return the messages, and as the response the assistant's where that is the last: no prompt ends with it.
+
+    ``piece``: drop what the assistant says before the user does.
+    """
     if not isinstance(value, list) or not value:
         raise _FormatError(f"{where}: must be a list with at least one message")
     messages = []
@@ -267,13 +302,27 @@ def _chat(value: Any, where: str, speaker: str = "role", said: str = "content") 
             role = _SPEAKERS[role]
         elif role in ("tool", "function"):
             raise ValueError(f"{here}.{speaker} {role!r}: must be system, user or assistant")
-        messages.append({"role": role, "content": _content(message[said], f"{here}.{said}")})
+        if calls := next((calls for calls in ("tool_calls", "function_call") if message.get(calls)), None):
+            raise ValueError(f"{here}.{calls}: must be left out; a message is what system, user or assistant say")
+        content = _content(message[said], f"{here}.{said}")
+        messages.append({"role": role, "content": _said(content, f"{here}.{said}") if role == "user" else content})
+    if piece:
+        asked = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
+        messages = [each for i, each in enumerate(messages) if i >= asked or each["role"] != "assistant"]
     if messages[-1]["role"] != "assistant":
         return {"messages": tuple(messages)}
     *before, last = messages
     if not before or before[-1]["role"] == "assistant":
         raise ValueError(f"{where}: must have a message of the user before the assistant's last")
     return {"messages": tuple(before), "response": last["content"]}
+
+
+def _conversation(value: Any, where: str) -> dict[str, Any]:
+    """Return ShareGPT's messages, whose keys are from and value, or role and content."""
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, dict) and "role" in first:
+        return _chat(value, where, piece=True)
+    return _chat(value, where, "from", "value", piece=True)
 
 
 def _content(value: Any, where: str) -> str:
@@ -299,6 +348,13 @@ def _text(value: Any, what: str) -> str:
     return value
 
 
+def _said(value: Any, what: str) -> str:
+    """Return what a user says, which is more than white space."""
+    if not _text(value, what).strip():
+        raise ValueError(f"{what}: is white space alone; must have the text of one prompt")
+    return str(value)
+
+
 def _count(value: Any, what: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{what} {shortened(value)}: must be a whole number from 1 on")
@@ -308,7 +364,7 @@ def _count(value: Any, what: str) -> int:
 # By the key that tells a format: what returns the fields of a prompt. The first of them that an object has counts.
 _READERS: dict[str, Callable[[Any, str], dict[str, Any]]] = {
     "messages": _chat,
-    "prompt": lambda value, where: {"text": _text(value, where)},
+    "prompt": lambda value, where: {"text": _said(value, where)},
     "turns": _spec_bench,
-    "conversations": partial(_chat, speaker="from", said="value"),  # ShareGPT
+    "conversations": _conversation,
 }

@@ -149,9 +149,9 @@ class Beside:
     norm_residual: bool
 
     def rows(self) -> torch.Tensor:
-        """Return the embeddings as the core takes them: bf16, or else float32, row after row."""
-        table = self.embedding if self.embedding.dtype is torch.bfloat16 else self.embedding.float()
-        return table.contiguous()
+        """Return the embeddings as the core takes them, row after row: bf16 or float32. Of fp16, a copy in bf16."""
+        table = self.embedding
+        return (table.to(torch.bfloat16) if table.dtype is torch.float16 else table).contiguous()
 
 
 class Layers(Protocol):

@@ -66,6 +66,14 @@ class DecoderConfig:
                 windows=_windows(config, layers),
                 rope=rope_parameters(config),
             )
+            for name, size in (
+                ("vocab_size", found.vocab_size),
+                ("hidden_size", hidden),
+                ("intermediate_size", found.intermediate_size),
+                ("max_position_embeddings", found.context_length),
+            ):
+                if size < 1:
+                    raise ValueError(f"{name} {size} must be at least 1")
             inverse_frequencies(found.rope, found.head_dim, found.context_length)
         except KeyError as error:
             raise CorruptModelError(f"config.json of a {kind} model lacks {error.args[0]!r}") from None
