@@ -141,7 +141,8 @@ def test_batches_are_measured_where_asked(llm):
     tuning = tune(llm, prompts(5), PARAMS, quick(batch_sizes=(2, 9)))
     (batch,) = tuning.batches  # nine prompts there aren't
     assert batch.batch_size == 2
-    assert [(plain, drafted) for _, plain, _, drafted in batch.groups] == [(40, 40)] * 2
+    assert [plain for _, plain, _, _ in batch.groups] == [38, 38]
+    assert all(seconds > 0 for group in batch.groups for seconds in group[::2])
     found = told(tuning)["batches"]
     assert [each["batch_size"] for each in found] == [1, 2, 4, 8, 16, 32, 2]
     assert [each["measured"] for each in found] == [False] * 6 + [True]

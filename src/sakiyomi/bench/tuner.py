@@ -88,7 +88,10 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Seconds that groups of ``batch_size`` prompts took together, plain and with the candidate, and their tokens."""
+    """What groups of ``batch_size`` answers took together, plain and with the candidate.
+
+    ``groups``: of each, (seconds, tokens) after the first ones of its answers, plain and then with the candidate.
+    """
 
     batch_size: int
     case: str
@@ -363,14 +366,15 @@ class _Tuner:
                 self._report(number, len(pieces), f"measuring {size} answers at a time")
                 sides: dict[bool, tuple[float, int]] = {}
                 for drafted in (True, False) if number % 2 else (False, True):
-                    at = time.perf_counter()
                     outputs = self._llm.generate(
                         [each.input for each in piece],
                         [limited(self._params, each) for each in piece],
                         **({"speculation": setting} if drafted else {"drafter": None}),
                         batch_size=size,
                     )
-                    sides[drafted] = time.perf_counter() - at, sum(len(each.token_ids) for each in outputs)
+                    stats = [each.stats for each in outputs]  # of answers that began together
+                    seconds = max(each.total_s for each in stats) - max(each.ttft_s for each in stats)
+                    sides[drafted] = seconds, sum(each.decode_tokens for each in stats)
                 groups.append((*sides[False], *sides[True]))
                 if self._is_over(_LIVE) and number:
                     break
