@@ -36,6 +36,7 @@ LEAST_PROMPTS = 3  # to say anything of a workload that has more
 _COSTLY_LENGTHS = 8  # drafters with a model, each token of which takes time, are replayed up to here unless named
 _RECORDING, _LIVE, _BATCHES = 0.45, 0.95, 0.8  # when to go on to the next: shares of the time
 _ONE = 0.1  # share of the time after which a candidate, or the lengths of one, is replayed no further
+_AS_FAST = 0.99
 _PLAIN_ROUNDS = 4  # of an answer that is known, so that it is seen what they take
 _BATCHED_PROMPTS = 64
 _SAMPLES = 4
@@ -439,7 +440,10 @@ def paired(live: BenchResult) -> dict[str, dict[str, tuple[Stats, Stats]]]:
 
 
 def fastest(live: BenchResult | None, seed: int) -> Candidate | None:
-    """Return the candidate with the highest speed-up as measured, None where nothing could be compared."""
+    """Return the candidate with the highest speed-up as measured, None where nothing could be compared.
+
+    Of those that are as fast, to within 1 %, the one with the fewest drafters.
+    """
     if live is None:
         return None
     found = paired(live)
@@ -448,7 +452,8 @@ def fastest(live: BenchResult | None, seed: int) -> Candidate | None:
         for each in live.candidates
         if (interval := speedup_interval(list(found[each.name].values()), seed))
     }
-    return max(known, key=lambda each: known[each], default=None)
+    as_fast = [each for each in known if known[each] >= _AS_FAST * max(known.values())]
+    return min(as_fast, key=lambda each: (each.drafter.count("+"), -known[each]), default=None)
 
 
 @dataclass
