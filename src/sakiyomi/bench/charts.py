@@ -48,7 +48,9 @@ def require_charts() -> None:
     from importlib.util import find_spec
 
     if find_spec("vl_convert") is None:
-        raise OptionError("charts need vl-convert-python: pip install 'sakiyomi[tune]'")
+        raise OptionError(
+            "the report's charts need vl-convert-python: pip install 'sakiyomi[tune]', or go without (--no-report)"
+        )
 
 
 def write_plots(result: Result, folder: Path) -> list[Path]:
