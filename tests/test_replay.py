@@ -201,13 +201,14 @@ def test_a_replay_needs_nothing_but_tokens():
     assert stats.tokens_per_target_call == 2.5
 
 
+class Failing:
+    name, costs, samples, prefixes = "failing", None, False, True
+
+    def session(self, prompt, params, sampled):
+        raise RuntimeError("no luck")
+
+
 def test_a_drafter_that_fails_is_told(llm):
-    class Failing:
-        name, costs, samples, prefixes = "failing", None, False, True
-
-        def session(self, prompt, params, sampled):
-            raise RuntimeError("no luck")
-
     recording = record(llm, PROMPTS[0], PARAMS["greedy"])
     with pytest.warns(RuntimeWarning, match="no luck"):
         stats = PolicyReplay([Failing()], FixedPolicy(2)).add(recording)
@@ -278,12 +279,6 @@ def test_lengths_of_a_drafter_with_many_guesses(vocabulary, noise):
 
 
 def test_a_drafter_that_fails_is_told_in_chains_too(llm):
-    class Failing:
-        name, costs, samples, prefixes = "failing", None, False, True
-
-        def session(self, prompt, params, sampled):
-            raise RuntimeError("no luck")
-
     recording = record(llm, PROMPTS[0], PARAMS["greedy"])
     for stats in ChainReplay([Failing(), *fresh(llm.target, "ngram")], [1, 3]).add(recording).values():
         assert stats.errors == ("failing: RuntimeError: no luck",)

@@ -271,9 +271,14 @@ def _contents(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def _check_folder(folder: Path) -> None:
-    """Make the folder now: that it can't be written should not cost the time of tuning. Raises OptionError."""
+    """Find out now that the folder can't be made: that should not cost the time of tuning. Raises OptionError.
+
+    One that is made for it is removed again: what else is wrong, a model that isn't there, should leave nothing.
+    """
     with _named(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            folder.rmdir()
 
 
 @contextmanager

@@ -194,6 +194,7 @@ class _Tuner:
     ) -> None:
         if not prompts:
             raise OptionError("prompts=(): must be at least one prompt")
+        progress(0, 1, "measuring the model")
         self._llm, self._params, self._options = llm, params, options
         self._prompts = _in_turns(prompts)
         self._journal, self._report = journal, progress
@@ -201,15 +202,13 @@ class _Tuner:
         self._seconds: dict[str, float] = {}
         self._turns: dict[str, tuple[str, int]] = {}  # of follow-ups: the first prompt's id, and which turn it is
         self._recordings: dict[str, Recording] = {}  # without states
+        self._replays = _Replays(llm, options, ModelCosts(measure(llm.target)), self._is_over)
         self._skipped: list[Skipped] = []
         self._left_out = 0
 
     def run(self) -> Tuning:
-        self._report(0, 1, "measuring the model")
-        resumed = self._journal.resumed
-        replays = _Replays(self._llm, self._options, ModelCosts(measure(self._llm.target)), self._is_over)
-        answered = self._answer(replays)
-        self._timing = replays.timing
+        resumed, replays = self._journal.resumed, self._replays
+        answered = self._answer()
         tuning = Tuning(
             prompts=tuple(self._prompts),
             answered=tuple(answered),
@@ -239,7 +238,7 @@ class _Tuner:
     def _is_over(self, share: float) -> bool:
         return time.perf_counter() - self._began > share * self._options.seconds
 
-    def _answer(self, replays: _Replays) -> list[Answered]:
+    def _answer(self) -> list[Answered]:
         """Answer prompt after prompt, and replay all candidates along each answer."""
         waiting = deque(self._prompts)
         answered: list[Answered] = []
@@ -250,14 +249,14 @@ class _Tuner:
             self._report(total - len(waiting) - 1, total, f"answering and replaying {prompt.id}")
             began = time.perf_counter()
             try:
-                recording, matches = self._recorded(prompt, replays.layers)
+                recording, matches = self._recorded(prompt)
             except PromptError as error:
                 self._skipped.append(Skipped(prompt.id, str(error)))
                 continue
             if prompt.id not in known:
                 self._journal.answer(prompt.id, recording.tokens)
             replayed = time.perf_counter()
-            replays.add(prompt.id, recording)
+            self._replays.add(prompt.id, recording)
             self._took("plain", replayed - began)
             self._took("replay", time.perf_counter() - replayed)
             answered.append(
@@ -275,14 +274,14 @@ class _Tuner:
             raise PromptError(f"no prompt can be answered; the first: {self._skipped[0].reason}")
         return answered
 
-    def _recorded(self, prompt: Prompt, layers: frozenset[int]) -> tuple[Recording, bool]:
+    def _recorded(self, prompt: Prompt) -> tuple[Recording, bool]:
         known = self._journal.answers.get(prompt.id)
         recorded = None
         if prompt.response is not None:
             recorded = tuple(self._llm.tokenizer.encode(prompt.response, special=False))
         params = limited(self._params, prompt)
         expected = (known or recorded or ())[:-_PLAIN_ROUNDS]
-        recording = record(self._llm, prompt.input, params, layers=layers, expected=expected)
+        recording = record(self._llm, prompt.input, params, layers=self._replays.layers, expected=expected)
         return recording, recorded is not None and _is_given(recorded, recording)
 
     def _follow_up(self, prompt: Prompt, answered: Answered) -> Prompt:
@@ -352,7 +351,7 @@ class _Tuner:
     def _learn(self, setting: Speculation, prompt_id: str) -> None:
         """Have drafters and policy learn from an answer what they would have learned live; states are gone by now."""
         without = [each for each in setting.drafters if not getattr(each, "hidden_layers", ())]
-        PolicyReplay(without, setting.policy, self._timing).add(self._recordings[prompt_id])
+        PolicyReplay(without, setting.policy, self._replays.timing).add(self._recordings[prompt_id])
 
     def _batches(self, tuning: Tuning, best: Candidate) -> tuple[Batch, ...]:
         """Measure the best candidate with several answers at a time."""
