@@ -192,8 +192,16 @@ def test_an_interrupted_run_goes_on(llm, tmp_path, monkeypatch):
             tune(llm, prompts(), PARAMS, quick(lengths=(3,)), journal=Journal(path, run), progress=stopping(at))
     before = Journal(path, run)
     assert set(before.answers) == {"p0", "p1", "p2", "p3"}
-    calls = 0
+    calls, rounds, record = 0, [], tuner.record
+
+    def seen(*args: Any, **options: Any) -> Any:
+        recording = record(*args, **options)
+        rounds.append(recording.stats.target_calls)
+        return recording
+
+    monkeypatch.setattr(tuner, "record", seen)
     tuning = tune(llm, prompts(), PARAMS, quick(lengths=(3,)), journal=before)
+    assert max(rounds) <= 6 < len(tuning.answered[0].token_ids)  # what is known at once, then a few plain rounds
     assert calls <= all_calls - 70  # four answers of 20 tokens are computed in a call or two each
     assert tuning.resumed
     assert tuning.speed == pytest.approx(whole.speed, rel=0.9)  # seen again, though little was decoded
